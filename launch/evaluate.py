@@ -92,7 +92,7 @@ def main(config: sections.Config) -> None:
   """Evaluate, print a table, and print the results as JSON."""
   import jax
 
-  from jaxrl_async.evaluation import evaluation
+  from jaxrl_async.evaluation import answer_results
   from jaxrl_async.evaluation import evaluation_start
   from jaxrl_async.reporting import progress as progress_lib
   from jaxrl_async.storage import workdir as workdir_lib
@@ -126,7 +126,7 @@ def main(config: sections.Config) -> None:
       stop=stop,
     )
   with contextlib.suppress(BrokenPipeError):
-    print(evaluation.describe(results))
+    print(answer_results.describe(results))
     print(json.dumps({"checkpoint": _CHECKPOINT.value, **results}))
 
 

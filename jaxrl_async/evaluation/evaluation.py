@@ -10,12 +10,11 @@ goes on with the blocks that have no file. The result is the same as without the
 stop, because an answer depends on nothing but the weights and its numbers.
 """
 
-from collections.abc import Callable, Mapping
-import dataclasses
+from collections.abc import Callable
 import json
 import pathlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
@@ -24,6 +23,7 @@ from jaxrl_async.evaluation import answer_results
 from jaxrl_async.evaluation import answers as answers_lib
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import questions as questions_lib
@@ -53,62 +53,56 @@ _SCHEMA = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
   """What is asked, and what the answers depend on.
 
   Attributes:
+    config: of the policy, with an engine that is large enough.
     prompts: of the questions.
     categories: of each question; all "" if there are no categories.
     settings: how the questions are answered.
     made_from: JSON of everything that the answers and their scores depend on.
-    answer_prefix: as `task.answer_prefix`.
-    solved_score: as `task.solved_score`.
-    seed: of the intervals.
   """
 
+  config: sections.Config
   prompts: list[types.Prompt]
   categories: list[str]
   settings: questions_lib.AnswerSettings
   made_from: dict[str, Any]
-  answer_prefix: str
-  solved_score: float
-  seed: int
-
-  @property
-  def questions_per_block(self) -> int:
-    """Number of questions whose answers are in one file."""
-    return -(-_ANSWERS_PER_BLOCK // self.settings.samples)
 
 
 # -- what is on disk --------------------------------------------------------
 
 
-def check_settings(output: pathlib.Path, made_from: Mapping[str, Any]) -> None:
-  """Write what an evaluation depends on, or compare it with what is there.
-
-  Args:
-    output: directory of the evaluation.
-    made_from: see `Plan`.
+def stored_settings(output: pathlib.Path) -> dict[str, Any]:
+  """Return what the answers in a directory depend on; nothing without any.
 
   Raises:
-    ConfigError: the directory holds another evaluation, or something else.
+    ConfigError: the directory holds something else.
   """
   path = output / SETTINGS
   try:
-    stored = json.loads(path.read_text())
+    return json.loads(path.read_text())
   except FileNotFoundError:
     sections.require(
       not (output / COMPLETIONS).exists(),
       "output",
       f"{output} has {COMPLETIONS}, but no {SETTINGS}; use an empty directory",
     )
+    return {}
+  except (OSError, ValueError) as error:
+    raise sections.ConfigError(f"output: {path} cannot be read") from error
+
+
+def _check_settings(output: pathlib.Path, made_from: dict[str, Any]) -> None:
+  """Write what an evaluation depends on, or compare it with what is there."""
+  stored = stored_settings(output)
+  if not stored:
+    path = output / SETTINGS
     with disk.writing(path):
       output.mkdir(parents=True, exist_ok=True)
     disk.replace_text(path, json.dumps(made_from, indent=2) + "\n")
     return
-  except (OSError, ValueError) as error:
-    raise sections.ConfigError(f"output: {path} cannot be read") from error
   for name in sorted(stored.keys() | made_from.keys()):
     before, now = stored.get(name), made_from.get(name)
     sections.require(
@@ -119,104 +113,57 @@ def check_settings(output: pathlib.Path, made_from: Mapping[str, Any]) -> None:
     )
 
 
-def stored_step(output: pathlib.Path) -> int | None:
-  """Return the train step that an output directory is about, if it has one."""
-  try:
-    return json.loads((output / SETTINGS).read_text())["step"]
-  except (OSError, ValueError, LookupError, TypeError):
-    return None
-
-
-class Blocks:
-  """The answers of an evaluation, in a file for each block of questions."""
-
-  def __init__(self, output: pathlib.Path, plan: Plan):
-    """Find the blocks that are complete."""
-    self._directory = output / COMPLETIONS
-    self._plan = plan
-    num_questions = len(plan.prompts)
-    self.num_blocks = -(-num_questions // plan.questions_per_block)
-    self._complete = {
-      block for block in range(self.num_blocks) if self._path(block).exists()
-    }
-    self._open: dict[int, list[dict[str, Any]]] = {}
-
-  def is_known(self, question: int) -> bool:
-    """Return whether all answers to a question are on disk."""
-    return question // self._plan.questions_per_block in self._complete
-
-  def num_known(self) -> int:
-    """Return the number of answers on disk."""
-    return self._plan.settings.samples * sum(
-      map(self.is_known, range(len(self._plan.prompts)))
+def _blocks(output: pathlib.Path, plan: Plan) -> dict[pathlib.Path, range]:
+  """Return the numbers of the questions in each file of answers."""
+  total = len(plan.prompts)
+  size = -(-_ANSWERS_PER_BLOCK // plan.settings.samples)
+  return {
+    output / COMPLETIONS / f"{first // size:06}.parquet": range(
+      first, min(first + size, total)
     )
-
-  def add(self, row: dict[str, Any]) -> None:
-    """Keep a row, and write its block if that is complete.
-
-    Raises:
-      StorageError: the file could not be written.
-    """
-    block = row["question"] // self._plan.questions_per_block
-    rows = self._open.setdefault(block, [])
-    rows.append(row)
-    if len(rows) == self._num_rows(block):
-      rows.sort(key=lambda row: (row["question"], row["sample"]))
-      columns.write(self._path(block), rows, _SCHEMA)
-      self._complete.add(block)
-      del self._open[block]
-
-  def records(self) -> list[answer_results.Record]:
-    """Return what counts of every answer, read from the files.
-
-    Raises:
-      ConfigError: a file is damaged or missing.
-    """
-    found = []
-    for block in range(self.num_blocks):
-      path = self._path(block)
-      try:
-        rows = columns.read(path)
-        if len(rows) != self._num_rows(block):
-          raise ValueError(f"{path} has {len(rows)} rows")
-      except (OSError, ValueError) as error:
-        raise sections.ConfigError(
-          f"output: {error}; remove the file, and start again"
-        ) from error
-      found += map(_record, rows)
-    return found
-
-  def _num_rows(self, block: int) -> int:
-    size = self._plan.questions_per_block
-    questions = min(size, len(self._plan.prompts) - block * size)
-    return questions * self._plan.settings.samples
-
-  def _path(self, block: int) -> pathlib.Path:
-    return self._directory / f"{block:06}.parquet"
+    for first in range(0, total, size)
+  }
 
 
-def _record(row: Mapping[str, Any]) -> answer_results.Record:
-  return answer_results.Record(
-    question=row["question"],
-    score=row["score"],
-    answer=row["answer"],
-    num_tokens=row["num_tokens"],
-    is_truncated=row["finish_reason"] == FinishReason.LENGTH,
-  )
+def _records(path: pathlib.Path, num_rows: int) -> list[answer_results.Record]:
+  """Return what counts of every answer in a file.
+
+  Raises:
+    ConfigError: the file is damaged or missing.
+  """
+  try:
+    rows = columns.read(path)
+    if len(rows) != num_rows:
+      raise ValueError(f"{path} has {len(rows)} rows")
+  except (OSError, ValueError) as error:
+    raise sections.ConfigError(
+      f"output: {error}; remove the file, and start again"
+    ) from error
+  return [
+    answer_results.Record(
+      question=row["question"],
+      score=row["score"],
+      num_tokens=row["num_tokens"],
+      is_truncated=row["finish_reason"] == FinishReason.LENGTH,
+      answer=row["answer"],
+    )
+    for row in rows
+  ]
 
 
 def _row(
   plan: Plan, answer: answers_lib.Answer, tokenizer: tokenizer_lib.Tokenizer
 ) -> dict[str, Any]:
-  number, prompt = answer.question.number, answer.question.prompt
-  reward, text = answer.trajectory.reward, answer.completion.text
+  (_, number, sample, prompt, _), trajectory, failure = answer
+  completion = completion_lib.of_trajectory(trajectory, tokenizer)
+  reward, text = trajectory.reward, completion.text
   if reward is None:
-    extracted = extraction.extract_answer(text, plan.answer_prefix)
+    extracted = extraction.extract_answer(text, plan.config.task.answer_prefix)
   else:
     extracted = reward.answer
   return {
     "question": number,
-    "sample": answer.question.sample,
+    "sample": sample,
     "prompt_id": prompt.prompt_id,
     "category": plan.categories[number],
     "prompt": tokenizer.decode(prompt.tokens),
@@ -224,9 +171,9 @@ def _row(
     "answer": extracted,
     "score": None if reward is None else float(reward.score),
     "parts": json.dumps({} if reward is None else dict(reward.parts)),
-    "failure": None if answer.failure is None else answer.failure.reason,
-    "num_tokens": answer.trajectory.num_completion_tokens,
-    "finish_reason": answer.completion.finish_reason.value,
+    "failure": failure and failure.reason,
+    "num_tokens": trajectory.num_completion_tokens,
+    "finish_reason": completion.finish_reason.value,
   }
 
 
@@ -261,48 +208,50 @@ def run(
     EvaluationError: none of the first answers could be scored.
     StorageError: a file could not be written.
   """
-  check_settings(output, plan.made_from)
-  blocks = Blocks(output, plan)
-  total = len(plan.prompts) * plan.settings.samples
-  done = blocks.num_known()
+  _check_settings(output, plan.made_from)
+  samples, blocks = plan.settings.samples, _blocks(output, plan)
+  file_of = {i: path for path, block in blocks.items() for i in block}
+  is_known = {path: path.exists() for path in blocks}
+  missing = [i for i, path in file_of.items() if not is_known[path]]
+  total, num_missing = len(file_of) * samples, len(missing) * samples
+  done = total - num_missing
   if done:
     progress.note(f"{done} of {total} answers are in {output} already")
-  start_s, num_tokens, num_missing = time.perf_counter(), 0, total - done
-  num_unscored: int | None = 0  # None once there is a score
-  if done < total:
+  start_s, num_tokens, num_scored = time.perf_counter(), 0, 0
+  if missing:
     rewards.warm_up()
     writer = scheduler()
     text = f"stopped; the same command goes on with {output}"
-    answers = answers_lib.scored(
-      answers_lib.write(
-        writer,
-        questions_lib.of_set(
-          plan.made_from["task.dataset"],
-          plan.prompts,
-          plan.settings,
-          [i for i in range(len(plan.prompts)) if not blocks.is_known(i)],
-        ),
-        tokenizer,
-      ),
-      tokenizer=tokenizer,
-      rewards=rewards,
-      num_slots=writer.engine.sizes.num_slots,
-      check=lambda: stop.check(text),
+    asked = questions_lib.of_set(
+      plan.config.task.dataset, plan.prompts, plan.settings, missing
     )
-    for answer in answers:
+    rows: dict[pathlib.Path, list[dict[str, Any]]] = {}
+    for count, answer in enumerate(
+      answers_lib.scored(
+        answers_lib.write(writer, asked, tokenizer),
+        rewards=rewards,
+        num_slots=writer.engine.sizes.num_slots,
+        check=lambda: stop.check(text),
+      ),
+      1,
+    ):
       stop.check(text)
-      if answer.failure is None:
-        num_unscored = None
-      elif num_unscored is not None:
-        num_unscored += 1
-        if num_unscored == min(_MAX_UNSCORED, num_missing):
-          raise answers_lib.give_up(num_unscored, answer)
-      blocks.add(_row(plan, answer, tokenizer))
-      done += 1
+      num_scored += answer.failure is None
+      if not num_scored and count == min(_MAX_UNSCORED, num_missing):
+        raise answers_lib.give_up(count, answer)
+      path = file_of[answer.question.number]
+      block = rows.setdefault(path, [])
+      block.append(_row(plan, answer, tokenizer))
+      if len(block) == len(blocks[path]) * samples:
+        block.sort(key=lambda row: (row["question"], row["sample"]))
+        columns.write(path, rows.pop(path), _SCHEMA)
       num_tokens += answer.trajectory.num_completion_tokens
       rate = num_tokens / (time.perf_counter() - start_s)
-      progress.stage("answers", done, total, f"{rate:,.0f} tokens/s")
-  results = _results(plan, blocks.records())
+      progress.stage("answers", done + count, total, f"{rate:,.0f} tokens/s")
+  records = []
+  for path, block in blocks.items():
+    records += _records(path, len(block) * samples)
+  results = _results(plan, records)
   disk.replace_text(output / RESULTS, json.dumps(results, indent=2) + "\n")
   return results
 
@@ -310,42 +259,23 @@ def run(
 def _results(
   plan: Plan, records: list[answer_results.Record]
 ) -> dict[str, Any]:
+  config, made_from = plan.config, plan.made_from
   values = answer_results.by_question(
     records,
     len(plan.prompts),
     plan.settings.samples,
-    solved_score=plan.solved_score,
+    solved_score=config.task.solved_score,
   )
-  failed = sum(record.score is None for record in records)
-  reward = "task.rewards" if plan.made_from["task.rewards"] else "task.reward"
-  about = ("step", "task.dataset", reward, "samples", "category")
-  results = {
-    **{name: plan.made_from[name] for name in about},
-    "questions": len(plan.prompts),
-    "prompts_too_long": plan.made_from["prompts_too_long"],
+  reward = "task.rewards" if config.task.rewards else "task.reward"
+  about = ("step", "task.dataset", reward, "samples", "category", "questions")
+  results = {name: made_from[name] for name in about} | {
+    "prompts_too_long": made_from["prompts_too_long"],
     "answers": len(records),
-    "failed_scores": failed,
-    "results": answer_results.with_intervals(values, plan.seed),
+    "failed_scores": sum(record.score is None for record in records),
+    "results": answer_results.with_intervals(values, config.seed),
   }
   if any(plan.categories):
     results["by_category"] = answer_results.by_category(
-      values, plan.categories, plan.seed
+      values, plan.categories, config.seed
     )
   return results
-
-
-def describe(results: Mapping[str, Any]) -> str:
-  """Return the results as tables, with a line about what is not in them."""
-  text = answer_results.table(results["results"])
-  if "by_category" in results:
-    text += "\n\n" + answer_results.table_of_categories(
-      results["by_category"], results["samples"]
-    )
-  if failed := results["failed_scores"]:
-    text += (
-      f"\n{failed} of {results['answers']} answers could not be scored and do"
-      " not count as right or wrong."
-    )
-  if skipped := results["prompts_too_long"]:
-    text += f"\n{skipped} questions are too long and were left out."
-  return text

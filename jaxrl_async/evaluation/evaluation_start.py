@@ -84,7 +84,7 @@ def evaluate(
     StorageError: a file could not be written.
   """
   if step is None:
-    step = evaluation.stored_step(output)
+    step = evaluation.stored_settings(output).get("step")
   stored = stored_policy.find(checkpoint, step)
   if stored.kind is stored_policy.Kind.RUN and stored.step is None:
     stored = dataclasses.replace(stored, step=stored_policy.newest(stored))
@@ -95,42 +95,33 @@ def evaluate(
     )
   stored = dataclasses.replace(stored, config=config)
   tokenizer = stored_policy.tokenizer(stored)
-  config, plan = prepare(
-    stored, wanted, tokenizer, is_cpu=devices[0].platform == "cpu"
-  )
-  setup = setup_lib.on_all_devices(config, devices, tokenizer=tokenizer)
+  plan = prepare(stored, wanted, tokenizer, is_cpu=devices[0].platform == "cpu")
+  setup = setup_lib.on_all_devices(plan.config, devices, tokenizer=tokenizer)
   device_checks.check_sharding(setup)
   device_checks.check_weights(setup)
   engine_sizes.fit_slots(setup)
   rewards = service_lib.RewardService(
-    assembly.make_scorers(config.task, tokenizer),
-    num_workers=config.task.reward_workers,
+    assembly.make_scorers(plan.config.task, tokenizer),
+    num_workers=plan.config.task.reward_workers,
   )
+
+  def scheduler() -> scheduler_lib.Scheduler:
+    version, params = stored_policy.load(stored, setup)
+    engine, engine_params = assembly.engine_with(setup, params, version)
+    made = assembly.make_scheduler(setup, engine, metrics_lib.BusyClock())
+    made.adopt(engine_params, version)
+    return made
+
   with contextlib.closing(rewards):
     return evaluation.run(
       plan,
       output,
-      lambda: scheduler_of(stored, setup),
+      scheduler,
       tokenizer=tokenizer,
       rewards=rewards,
       progress=progress,
       stop=stop,
     )
-
-
-def scheduler_of(
-  stored: stored_policy.StoredPolicy, setup: setup_lib.Setup
-) -> scheduler_lib.Scheduler:
-  """Return a scheduler that holds the weights of a stored policy.
-
-  Raises:
-    ConfigError: the policy cannot be read.
-  """
-  version, params = stored_policy.load(stored, setup)
-  engine, engine_params = assembly.engine_with(setup, params, version)
-  scheduler = assembly.make_scheduler(setup, engine, metrics_lib.BusyClock())
-  scheduler.adopt(engine_params, version)
-  return scheduler
 
 
 def prepare(
@@ -139,8 +130,8 @@ def prepare(
   tokenizer: tokenizer_lib.Tokenizer,
   *,
   is_cpu: bool,
-) -> tuple[sections.Config, evaluation.Plan]:
-  """Return the config and the plan of an evaluation.
+) -> evaluation.Plan:
+  """Return the plan of an evaluation.
 
   The engine is made large enough for the questions, unless its sizes are given.
 
@@ -162,7 +153,12 @@ def prepare(
       has_default = config.task.reward == sections.TaskSection().reward
       if has_default and not config.task.rewards:
         config.task.reward = "mathematics"
-  _check_samples(wanted.samples, config.eval.temperature)
+  sections.require(
+    wanted.samples == 1 or config.eval.temperature > 0,
+    "samples",
+    f"{wanted.samples} greedy answers are all the same; use 1, or"
+    " --config.eval.temperature=1.0",
+  )
   terms = reward_terms.of_task(config.task)
   reward_terms.try_out(terms)
   questions = _questions(config, wanted, tokenizer)
@@ -180,18 +176,17 @@ def prepare(
     "prompts_too_long": questions.num_too_long,
     "samples": wanted.samples,
     "category": wanted.category,
-    **_settings(config),
   }
-  plan = evaluation.Plan(
+  for field in fields_lib.walk(config):
+    if field.known.of_answers:
+      made_from[field.path] = config_json.plain(field.value)
+  return evaluation.Plan(
+    config=config,
     prompts=questions.prompts,
     categories=categories,
     settings=assembly.answer_settings(config, wanted.samples),
     made_from=made_from,
-    answer_prefix=config.task.answer_prefix,
-    solved_score=config.task.solved_score,
-    seed=config.seed,
   )
-  return config, plan
 
 
 def _questions(
@@ -209,24 +204,6 @@ def _questions(
   return question_sets.read(
     config, tokenizer, num_items=wanted.num_items, max_prompt_tokens=most
   )
-
-
-def _check_samples(samples: int, temperature: float) -> None:
-  sections.require(
-    samples == 1 or temperature > 0,
-    "samples",
-    f"{samples} greedy answers are all the same; use 1, or"
-    " --config.eval.temperature=1.0",
-  )
-
-
-def _settings(config: sections.Config) -> dict[str, Any]:
-  """Return the settings that answers and their scores depend on."""
-  return {
-    field.path: config_json.plain(field.value)
-    for field in fields_lib.walk(config)
-    if field.known.of_answers
-  }
 
 
 def _categories(prompts: list[types.Prompt], column: str) -> list[str]:
