@@ -147,25 +147,11 @@ def test_nobody_waits_for_ever_for_an_evaluation():
   thread = object.__new__(rollout_thread.RolloutThread)
   thread._rollout, thread.stall_timeout_s = rollout, 1.0
   thread._seconds = time.monotonic
-  this = run_evaluations.RunEvaluations(
-    **dict.fromkeys(
-      (
-        "setup",
-        "questions",
-        "rewards",
-        "trainer",
-        "recorder",
-        "writer",
-        "sampler",
-      ),
-      mock.Mock(),
-    ),
-    session=mock.Mock(stop=supervisor_lib.StopRequest()),
-    thread=thread,
-    rollout=rollout,
-    buffer=mock.Mock(**{"waiting.return_value": ["B"]}),
-    channel=mock.Mock(unreadable=5),
-  )
+  this = object.__new__(run_evaluations.RunEvaluations)
+  this.session = mock.Mock(stop=supervisor_lib.StopRequest())
+  this.thread, this.rollout = thread, rollout
+  this.buffer = mock.Mock(**{"waiting.return_value": ["B"]})
+  this.channel = mock.Mock(unreadable=5)
   this._now = run_evaluations._Now(
     step=4,
     begun_s=0.0,

@@ -24,7 +24,6 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rewards import reward_terms
 from jaxrl_async.rewards import service as service_lib
-from jaxrl_async.storage import config_json
 from jaxrl_async.storage import model_files
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -179,7 +178,7 @@ def prepare(
   }
   for field in fields_lib.walk(config):
     if field.known.of_answers:
-      made_from[field.path] = config_json.plain(field.value)
+      made_from[field.path] = fields_lib.plain(field.value)
   return evaluation.Plan(
     config=config,
     prompts=questions.prompts,
