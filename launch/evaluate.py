@@ -93,7 +93,7 @@ def main(config: sections.Config) -> None:
   import jax
 
   from jaxrl_async.evaluation import answer_results
-  from jaxrl_async.evaluation import evaluation_start
+  from jaxrl_async.evaluation import evaluation
   from jaxrl_async.reporting import progress as progress_lib
   from jaxrl_async.storage import workdir as workdir_lib
 
@@ -109,11 +109,11 @@ def main(config: sections.Config) -> None:
     ),
     workdir_lib.Claim(output, progress.note),
   ):
-    results = evaluation_start.evaluate(
+    results = evaluation.evaluate(
       pathlib.Path(_CHECKPOINT.value),
       None if _STEP.value < 0 else _STEP.value,
       config,
-      evaluation_start.Wanted(
+      evaluation.Wanted(
         dataset=_DATASET.value,
         samples=_SAMPLES.value,
         num_items=_NUM_ITEMS.value,

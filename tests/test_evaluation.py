@@ -24,7 +24,6 @@ from jaxrl_async.data import prompts
 from jaxrl_async.evaluation import answer_results
 from jaxrl_async.evaluation import answers as answers_lib
 from jaxrl_async.evaluation import evaluation
-from jaxrl_async.evaluation import evaluation_start
 from jaxrl_async.policies import stored_policy
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import progress as progress_lib
@@ -49,11 +48,11 @@ def world(tmp_path_factory):
 def run(world, output, *, step=5, stop=None, config=None, **wanted):
   path, dataset = world
   settings = {"dataset": dataset, "samples": 3, "category": "kind"} | wanted
-  return evaluation_start.evaluate(
+  return evaluation.evaluate(
     path / "run",
     step,
     config or stored_run.config_for_rows(),
-    evaluation_start.Wanted(**settings),
+    evaluation.Wanted(**settings),
     output,
     jax.devices()[:2],
     progress=progress_lib.Progress(0),
@@ -210,9 +209,9 @@ def prepared(kind, rows, given=(), config=None, **wanted):
   stored = dataclasses.replace(
     stored, kind=kind, config=config or stored_run.config_for_rows()
   )
-  return evaluation_start.prepare(
+  return evaluation.prepare(
     stored,
-    evaluation_start.Wanted(dataset=dataset, given=given, **wanted),
+    evaluation.Wanted(dataset=dataset, given=given, **wanted),
     tokenizer_lib.character_level(),
     is_cpu=True,
   )
