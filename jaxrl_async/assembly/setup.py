@@ -205,7 +205,6 @@ def on_all_devices(
   devices: Sequence[Any],
   *,
   tokenizer: tokenizer_lib.Tokenizer,
-  source: source_lib.Source | None = None,
 ) -> Setup:
   """Return the setup of a program that generates and does not train.
 
@@ -218,7 +217,6 @@ def on_all_devices(
       `rollout.num_slots` is rounded up to what the meshes divide.
     devices: all of them.
     tokenizer: of the policy.
-    source: see `resolve`.
 
   Raises:
     ConfigError: one line that names the field.
@@ -242,7 +240,7 @@ def on_all_devices(
       devices, MeshShape(data=count // parts, fsdp=parts)
     ),
     rollout_mesh=mesh_lib.make_mesh(devices, rollout_shape),
-    source=source_of(config) if source is None else source,
+    source=source_of(config),
     chat_template=chat_template_of(config),
   )
 
