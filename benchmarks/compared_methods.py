@@ -23,8 +23,8 @@ _SEQUENCE_MEAN = sections.BehaviorWeightLevel.SEQUENCE_MEAN
 METHODS: dict[str, Callable[[], sections.AlgorithmSection]] = {
   **{
     name: function
-    for name, function in inspect.getmembers(algorithms, inspect.isfunction)
-    if not name.startswith("_")
+    for name, function in inspect.getmembers(algorithms)
+    if isinstance(function, functools.partial)
   },
   "sequence_weights": functools.partial(
     algorithms.areal,

@@ -3,7 +3,8 @@
 uv run launch/train.py --config=configs/quickstart.py --workdir=/tmp/quickstart
 
 It runs on two CPU cores; docs/results.md has the measured times and accuracies.
-`sync`, after a colon, is the same run with max_staleness=0.
+`sync`, after a colon, is the same run with max_staleness=0, and `control` one
+with a bound that moves between 0 and 8.
 """
 
 from ml_collections import config_dict
@@ -12,10 +13,11 @@ from jaxrl_async.config import sections
 
 
 def get_config(variant: str = "") -> sections.Config:
-  """Return the run of this file; variants are "" and "sync"."""
-  if variant not in ("", "sync"):
+  """Return the run of this file; variants are "", "sync" and "control"."""
+  bounds = {"": 4, "sync": 0, "control": 8}
+  if variant not in bounds:
     raise sections.ConfigError(
-      f"variant: {sections.shown(variant)}; use sync or none"
+      f"variant: {sections.shown(variant)}; use sync, control or none"
     )
   return sections.Config(
     model=sections.ModelSection(name="quickstart", remat=sections.Remat.DOTS),
@@ -51,12 +53,15 @@ def get_config(variant: str = "") -> sections.Config:
       window_buckets=(64,),
     ),
     algorithm=sections.AlgorithmSection(
-      max_staleness=0 if variant == "sync" else 4,
+      max_staleness=bounds[variant],
       group_size=4,
       groups_per_step=128,
       num_minibatches=4,
       # Saves a forward pass, with the same accuracy (docs/staleness.md).
       proximal=sections.ProximalMode.LOGLINEAR,
+    ),
+    staleness_control=sections.StalenessControlSection(
+      maximum=8 if variant == "control" else 0
     ),
     train=sections.TrainSection(
       num_steps=80,

@@ -92,8 +92,8 @@ def main(config: sections.Config) -> None:
   """Evaluate, print a table, and print the results as JSON."""
   import jax
 
+  from jaxrl_async.evaluation import answer_results
   from jaxrl_async.evaluation import evaluation
-  from jaxrl_async.evaluation import evaluation_start
   from jaxrl_async.reporting import progress as progress_lib
   from jaxrl_async.storage import workdir as workdir_lib
 
@@ -109,11 +109,11 @@ def main(config: sections.Config) -> None:
     ),
     workdir_lib.Claim(output, progress.note),
   ):
-    results = evaluation_start.evaluate(
+    results = evaluation.evaluate(
       pathlib.Path(_CHECKPOINT.value),
       None if _STEP.value < 0 else _STEP.value,
       config,
-      evaluation_start.Wanted(
+      evaluation.Wanted(
         dataset=_DATASET.value,
         samples=_SAMPLES.value,
         num_items=_NUM_ITEMS.value,
@@ -126,7 +126,7 @@ def main(config: sections.Config) -> None:
       stop=stop,
     )
   with contextlib.suppress(BrokenPipeError):
-    print(evaluation.describe(results))
+    print(answer_results.describe(results))
     print(json.dumps({"checkpoint": _CHECKPOINT.value, **results}))
 
 

@@ -66,7 +66,7 @@ def main(config: sections.Config) -> None:
   rows = []
   for row in speed.tried(setup, lengths, repeats=_REPEATS.value):
     step_s = "refused" if row.step_s is None else f"{row.step_s:8.3f} s"
-    print(f"{step_s}  {row.shapes.flags()}", flush=True)
+    print(f"{step_s}  {row.flags}", flush=True)
     rows.append(row)
   best = speed.fastest(rows)
   assert best.step_s is not None and rows[0].step_s is not None
@@ -76,7 +76,7 @@ def main(config: sections.Config) -> None:
     json.dumps(
       {
         "rows": [row.as_json() for row in rows],
-        "flags": best.shapes.flags(),
+        "flags": best.flags,
         "speedup": round(rows[0].step_s / best.step_s, 3),
         "train_s": best.step_s,
         "rollout_s": rollout_s,

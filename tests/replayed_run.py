@@ -147,8 +147,7 @@ class Run:
     if step is None:
       self.world.tell("start", evaluated=[])
       params = assembly.warm_start(self.setup, lambda step, loss: None)
-      if self.setup.model.lora is not None:
-        params = initial_params.with_adapters(params, self.setup)
+      params = initial_params.with_adapters(params, self.setup)
       trainer.start(self.setup.first_params(params))
       if trainer.has_base:
         self.base_record = frozen_base.keep(

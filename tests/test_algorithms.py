@@ -1,6 +1,7 @@
 """The settings of methods, and combinations that contradict each other."""
 
 import dataclasses
+import functools
 import inspect
 import pathlib
 import re
@@ -20,8 +21,8 @@ from jaxrl_async.training import packing
 
 PRESETS = {
   name: function
-  for name, function in inspect.getmembers(algorithms, inspect.isfunction)
-  if not name.startswith("_")
+  for name, function in inspect.getmembers(algorithms)
+  if isinstance(function, functools.partial)
 }
 PAGE = (
   pathlib.Path(__file__).parents[1] / "docs" / "algorithms.md"

@@ -123,7 +123,15 @@ def test_categories_part_the_questions():
     "high": 1.0,
     "num_questions": 2,
   }
-  table = answer_results.table_of_categories(found, 1)
+  results = {
+    "results": found["b"],
+    "by_category": found,
+    "samples": 1,
+    "answers": 4,
+    "failed_scores": 0,
+    "prompts_too_long": 3,
+  }
+  first, table = answer_results.describe(results).split("\n\n")
   assert table.splitlines()[0].split() == ["questions", "avg@1"]
   assert table.splitlines()[2].split() == [
     "b",
@@ -132,5 +140,5 @@ def test_categories_part_the_questions():
     "[1.000,",
     "1.000]",
   ]
-  (_, line) = answer_results.table(found["b"]).splitlines()
+  (_, line) = first.splitlines()
   assert line.split() == ["avg@1", "1.000", "[1.000,", "1.000]", "2"]

@@ -213,26 +213,31 @@ def test_a_built_in_model_may_have_a_tokenizer_from_a_directory(tmp_path):
     resolved(config)
 
 
-def test_a_pretrained_model_takes_no_other_tokenizer(tmp_path):
-  config = tiny.get_config()
-  write_pretrained(tmp_path, config)
-  config.model.name = config.model.tokenizer = str(tmp_path)
-  with pytest.raises(
-    sections.ConfigError, match="^model.tokenizer: .* has a tokenizer"
-  ):
-    resolved(config)
+def another_tokenizer(config):
+  config.model.tokenizer = config.model.name
+
+
+def no_file(name):
+  return lambda config: (pathlib.Path(config.model.name) / name).unlink()
 
 
 @pytest.mark.parametrize(
-  ("name", "message"),
-  [("tokenizer.json", "tokenizer.json"), ("config.json", "config.json")],
+  ("vocab_size", "change", "message"),
+  [
+    (98, another_tokenizer, "model.tokenizer: .* has a tokenizer"),
+    (98, no_file("tokenizer.json"), "model.name: .*tokenizer.json"),
+    (98, no_file("config.json"), "model.name: .*config.json"),
+    (97, lambda config: None, "model.name: .*98 tokens"),
+  ],
 )
-def test_a_pretrained_model_without_a_file_is_refused(tmp_path, name, message):
+def test_a_pretrained_model_that_lacks_something_is_refused(
+  tmp_path, vocab_size, change, message
+):
   config = tiny.get_config()
-  write_pretrained(tmp_path, config)
+  write_pretrained(tmp_path, config, vocab_size=vocab_size)
   config.model.name = str(tmp_path)
-  (tmp_path / name).unlink()
-  with pytest.raises(sections.ConfigError, match=f"^model.name: .*{message}"):
+  change(config)
+  with pytest.raises(sections.ConfigError, match=f"^{message}"):
     checks.checked(config, jax.devices()[:2])
 
 
@@ -293,14 +298,6 @@ def test_a_dry_run_needs_no_weights_but_a_run_does(tmp_path):
   checks.checked(config, jax.devices()[:2])
   with pytest.raises(sections.ConfigError, match="^model.name: .* neither"):
     warm_started(config)
-
-
-def test_a_pretrained_model_too_small_for_its_tokenizer_is_refused(tmp_path):
-  config = tiny.get_config()
-  write_pretrained(tmp_path, config, vocab_size=97)
-  config.model.name = str(tmp_path)
-  with pytest.raises(sections.ConfigError, match="^model.name: .*98 tokens"):
-    checks.checked(config, jax.devices()[:2])
 
 
 def test_a_workdir_keeps_the_config_it_was_made_with(tmp_path):

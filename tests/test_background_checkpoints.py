@@ -153,7 +153,7 @@ def test_what_fails_at_a_stop_costs_no_step(tmp_path, monkeypatch):
     return done
 
   def fails(self):
-    if not self._stop.is_set:
+    if not self.session.stop.is_set:
       return
     raise answers_lib.EvaluationError("no answer could be scored")
 

@@ -35,12 +35,15 @@ def evaluated(score, rewards=None, samples=1, check=lambda: None, **settings):
   )
   answers = answers_lib.scored(
     answers_lib.write(tiny.ready(), asked, tokenizer),
-    tokenizer=tokenizer,
     rewards=rewards,
     num_slots=tiny.SIZES.num_slots,
     check=check,
   )
   return evaluated_sets.measured(answers, 1.0)["held_out"]
+
+
+def firsts(found):
+  return [one.trajectory for one in found.first]
 
 
 def metrics_of(found, **others):
@@ -54,7 +57,7 @@ def failure(reason="error: LookupError: no such"):
 def test_failed_scores_count_neither_as_right_nor_as_wrong():
   found = evaluated(lambda i: [[1.0], failure(), [0.5], failure(), [1.0]][i])
   assert found.accuracy == 2 / 3
-  scores = [t.reward and t.reward.score for t in found.trajectories]
+  scores = [t.reward and t.reward.score for t in firsts(found)]
   assert scores == [1.0, None, 0.5, None, 1.0]
   assert list(found.failures) == ["tiny/train/1", "tiny/train/3"]
   values = metrics_of(found)
@@ -96,7 +99,7 @@ def test_the_scorer_is_given_the_whole_completion():
   rewards = tiny.Rewards()
   found = evaluated(lambda i: [1.0], rewards)
   for trajectory, (_, (completion,)) in zip(
-    found.trajectories,
+    firsts(found),
     sorted(rewards.submitted, key=lambda x: x[0]["number"]),
     strict=True,
   ):
@@ -117,7 +120,7 @@ def test_several_answers_give_pass_at_k_of_the_ones_that_could_be_scored():
     return failure() if i == 4 and counts[i] == 1 else [float(counts[i] <= i)]
 
   found = evaluated(score, samples=4)
-  assert found.num_answers == 20 and len(found.trajectories) == 5
+  assert len(found.answers) == 20 and len(firsts(found)) == 5
   right = [0, 1 / 4, 2 / 4, 3 / 4, 1]
   assert np.isclose(found.accuracy, np.mean(right))
   values = metrics_of(found, other=found)
@@ -136,7 +139,7 @@ def test_several_answers_give_pass_at_k_of_the_ones_that_could_be_scored():
 
 def test_answers_do_not_depend_on_each_other():
   def texts(found):
-    return [t.tokens.tolist() for t in found.trajectories]
+    return [t.tokens.tolist() for t in firsts(found)]
 
   rewards = tiny.Rewards(lambda item, made: [0.0])
   alone = evaluated(None, rewards, samples=2)
@@ -206,7 +209,6 @@ def test_slow_scores_hold_generation_back():
       ),
       tokenizer,
     ),
-    tokenizer=tokenizer,
     rewards=rewards,
     num_slots=scheduler.engine.sizes.num_slots,
   )

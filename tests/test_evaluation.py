@@ -21,9 +21,9 @@ from jaxrl_async.assembly import question_sets
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
+from jaxrl_async.evaluation import answer_results
 from jaxrl_async.evaluation import answers as answers_lib
 from jaxrl_async.evaluation import evaluation
-from jaxrl_async.evaluation import evaluation_start
 from jaxrl_async.policies import stored_policy
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import progress as progress_lib
@@ -48,11 +48,11 @@ def world(tmp_path_factory):
 def run(world, output, *, step=5, stop=None, config=None, **wanted):
   path, dataset = world
   settings = {"dataset": dataset, "samples": 3, "category": "kind"} | wanted
-  return evaluation_start.evaluate(
+  return evaluation.evaluate(
     path / "run",
     step,
     config or stored_run.config_for_rows(),
-    evaluation_start.Wanted(**settings),
+    evaluation.Wanted(**settings),
     output,
     jax.devices()[:2],
     progress=progress_lib.Progress(0),
@@ -136,7 +136,7 @@ def test_every_answer_is_kept_and_counted(world, whole):
     table["num_tokens"].mean()
   )
   assert results["by_category"].keys() == {r["kind"] for r in rows}
-  text = evaluation.describe(results)
+  text = answer_results.describe(results)
   assert "avg@3" in text and "even" in text
   # Nothing is generated again.
   run(world, output, stop=StopAfter(0))
@@ -209,9 +209,9 @@ def prepared(kind, rows, given=(), config=None, **wanted):
   stored = dataclasses.replace(
     stored, kind=kind, config=config or stored_run.config_for_rows()
   )
-  return evaluation_start.prepare(
+  return evaluation.prepare(
     stored,
-    evaluation_start.Wanted(dataset=dataset, given=given, **wanted),
+    evaluation.Wanted(dataset=dataset, given=given, **wanted),
     tokenizer_lib.character_level(),
     is_cpu=True,
   )
@@ -221,15 +221,15 @@ def test_the_engine_of_a_run_grows_for_longer_questions(world, tmp_path):
   long = {"question": "1+" * 40 + "1", "answer": "41"}
   rows = [*stored_run.random_rows(3), long]
   there = world[0], stored_run.write_rows(tmp_path / "long.jsonl", rows)
-  config, plan = prepared(stored_policy.Kind.RUN, there)
-  rollout = config.rollout
+  plan = prepared(stored_policy.Kind.RUN, there)
+  rollout = plan.config.rollout
   assert rollout.max_prompt_tokens == 82 and rollout.cache_tokens == 88
   assert rollout.prefill_buckets == (64, 88) and len(plan.prompts) == 4
   # A size that was given is kept, and the question is counted.
-  config, plan = prepared(
+  plan = prepared(
     stored_policy.Kind.RUN, there, given={"rollout.max_prompt_tokens"}
   )
-  assert config.rollout.cache_tokens == 24 and len(plan.prompts) == 3
+  assert plan.config.rollout.cache_tokens == 24 and len(plan.prompts) == 3
   assert plan.made_from["prompts_too_long"] == 1
 
 
@@ -237,10 +237,8 @@ def test_rows_are_scored_as_mathematics_unless_something_else_is_said(world):
   def reward(given):
     config = stored_run.config_for_rows()
     config.task.reward = "reasoning_gym"
-    found, _ = prepared(
-      stored_policy.Kind.RUN, world, given=given, config=config
-    )
-    return found.task.reward
+    plan = prepared(stored_policy.Kind.RUN, world, given=given, config=config)
+    return plan.config.task.reward
 
   assert reward(()) == "mathematics"
   with pytest.raises(sections.ConfigError, match="no question of reasoning-"):

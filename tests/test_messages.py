@@ -13,6 +13,7 @@ from jaxrl_async import types
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
+from jaxrl_async.rollout import rollout_side
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
@@ -161,7 +162,7 @@ def test_a_group_whose_replica_left_is_written_on_by_another(make_world):
 
   world.scheduler.after_step = leave
   world.worker.run()
-  world.worker._gate.reopen()
+  world.worker._gate = rollout_side.Gate()
   world.replica.drain()
   assert not world.scheduler.sequences()
   assert any(

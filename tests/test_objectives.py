@@ -152,21 +152,19 @@ def test_a_loss_of_ones_own_is_a_function():
 
 @pytest.mark.slow
 def test_a_stage_may_make_advantages_of_what_another_has_added():
-  def values(settings, params, batch, version):
-    del settings, params, version
-    return {"values": jnp.ones(batch.tokens.shape)}
+  def values(given):
+    return {"values": jnp.ones(given.batch.tokens.shape)}
 
-  def advantages(settings, params, batch, version):
-    del settings, params
-    zeros = batch.fields["values"] * (version - VERSION).astype(jnp.float32)
-    return {"advantages": zeros}
+  def advantages(given):
+    zero = (given.version - VERSION).astype(jnp.float32)
+    return {"advantages": given.batch.fields["values"] * zero}
 
   made = test_train_step.groups()
   trainer = test_train_step.make_trainer(
     stages=[
       train_step.PROXIMAL_STAGE,
-      train_step.Stage(name="values", run=values),
-      train_step.Stage(name="advantages", run=advantages),
+      train_step.Stage(name="values", fields=values),
+      train_step.Stage(name="advantages", fields=advantages),
     ]
   )
   names = [program.name for program in trainer.programs()]

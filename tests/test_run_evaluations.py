@@ -1,6 +1,5 @@
 """Whole runs that are evaluated: beside training, in pauses, and stopped."""
 
-from concurrent import futures
 import queue
 import shutil
 import threading
@@ -68,7 +67,7 @@ def beside(tmp_path_factory):
 
   def score_late(self, now):
     if now.step == 2 and not copies:
-      workdir = self._writer._workdir
+      workdir = self.writer._workdir
       saved = workdir / "checkpoints" / "3" / "manifest.json"
       assert test_run.until(saved.exists, timeout_s=DEADLINE_S)
       # Step 4 waits for this evaluation before it is published.
@@ -144,22 +143,20 @@ def test_an_evaluation_in_a_pause_has_the_weights_of_its_step(in_pauses):
 
 
 def test_nobody_waits_for_ever_for_an_evaluation():
-  this = object.__new__(run_evaluations.RunEvaluations)
-  this._stop = supervisor_lib.StopRequest()
   rollout = mock.Mock(**{"moving.return_value": 3, "status.return_value": "R"})
-  this._thread = object.__new__(rollout_thread.RolloutThread)
-  this._thread._rollout, this._thread.stall_timeout_s = rollout, 1.0
-  this._thread._seconds = time.monotonic
-  this._rollout, this._supervisor = rollout, mock.Mock()
-  this._buffer = mock.Mock(**{"waiting.return_value": ["B"]})
-  this._channel = mock.Mock(unreadable=5)
+  thread = object.__new__(rollout_thread.RolloutThread)
+  thread._rollout, thread.stall_timeout_s = rollout, 1.0
+  thread._seconds = time.monotonic
+  this = object.__new__(run_evaluations.RunEvaluations)
+  this.session = mock.Mock(stop=supervisor_lib.StopRequest())
+  this.thread, this.rollout = thread, rollout
+  this.buffer = mock.Mock(**{"waiting.return_value": ["B"]})
+  this.channel = mock.Mock(unreadable=5)
   this._now = run_evaluations._Now(
     step=4,
     begun_s=0.0,
     num_wanted=1,
     written=queue.SimpleQueue(),
-    answers=[],
-    done=futures.Future(),
     is_alone=False,
   )
   start_s = time.monotonic()
@@ -185,7 +182,7 @@ def test_a_stop_ends_an_evaluation_at_once(in_pauses, tmp_path, monkeypatch):
   def stop_once(self, now):
     if now.step not in stopped:
       stopped.append(now.step)
-      self._stop.set()
+      self.session.stop.set()
       while not now.is_dropped:
         time.sleep(0.01)
     score(self, now)

@@ -19,6 +19,8 @@ from jaxrl_async.evaluation import evaluated_sets
 from jaxrl_async.reporting import sample_pages
 from jaxrl_async.reporting import samples as samples_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
+from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -219,14 +221,15 @@ def test_an_evaluation_has_a_file_of_its_own(tmp_path):
   prompts = [group(i).prompt for i in range(100)]
   trajectories = [trajectory("7") for _ in prompts]
   trajectories[1].reward = None
-  evaluation = evaluated_sets.Evaluation(
-    means={"pass@1": 0.0},
-    parts={},
-    prompts=prompts,
-    trajectories=trajectories,
-    num_answers=len(trajectories),
-    failures={prompts[1].prompt_id: "timeout: slow"},
+  asked = questions_lib.of_set(
+    "held_out",
+    prompts,
+    questions_lib.AnswerSettings(temperature=1.0, max_completion_tokens=4),
   )
+  answers = list(map(questions_lib.Answer, asked, trajectories))
+  failure = service_lib.RewardFailure("timeout: slow")
+  answers[1] = answers[1]._replace(failure=failure)
+  evaluation = evaluated_sets.Evaluation(answers, {"pass@1": 0.0})
   make_sampler(tmp_path).write_evaluation(0, evaluation)
   rows = pl.read_parquet(tmp_path / "samples" / "eval_0000000000.parquet")
   assert rows.height == 64

@@ -156,26 +156,55 @@ def test_a_lost_wakeup_is_found(monkeypatch, name):
   assert first_failure().split(":")[0] in ("deadlock", "wait")
 
 
-def test_a_lease_that_is_not_returned_is_found(monkeypatch):
-  monkeypatch.setattr(
-    coordinator_lib.Coordinator, "drained", lambda self, drained: None
-  )
-  assert first_failure().startswith("lease")
+def ignored(self, *arguments):
+  return None
 
 
-def test_a_lease_that_never_ends_is_found(monkeypatch):
-  monkeypatch.setattr(roster_lib.Roster, "look_for_silence", lambda self: None)
-  assert first_failure().startswith("lease")
+def unreported(self):
+  return self.replica.scheduler.stats.generated_tokens
 
 
-def test_a_thread_that_stands_still_for_ever_is_found(monkeypatch):
-  monkeypatch.setattr(modelled_replica, "HANG_S", float("inf"))
-  assert first_failure() is not None
+def whatever_is_asked(self):
+  return 0 if self.ask is None else self.ask.room
 
 
-def test_a_replica_that_is_far_too_slow_and_kept_is_found(monkeypatch):
-  monkeypatch.setattr(roster_lib.Roster, "_lags", lambda *_: False)
-  assert first_failure().startswith("pace")
+@pytest.mark.parametrize(
+  ("place", "name", "instead", "words"),
+  [
+    # A lease that is not returned, and one that never ends.
+    (coordinator_lib.Coordinator, "drained", ignored, "lease"),
+    (roster_lib.Roster, "look_for_silence", ignored, "lease"),
+    # A thread that stands still for ever.
+    (modelled_replica, "HANG_S", float("inf"), ""),
+    # A replica that is far too slow and kept.
+    (roster_lib.Roster, "_lags", ignored, "pace"),
+    # A replica that is given too much.
+    (roster_lib.Member, "room", property(whatever_is_asked), ""),
+    # A cut that keeps what is being written.
+    pytest.param(
+      *(worker_lib.RolloutWorker, "cut", ignored, "cut"),
+      marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+      fleet_lib.Fleet, "cut", ignored, "cut", marks=pytest.mark.slow
+    ),
+    # A cut whose groups nobody goes on with.
+    (coordinator_lib.Coordinator, "_take_back", ignored, ""),
+    # A group that is never overdue.
+    (running_group.RunningGroup, "is_overdue", property(ignored), "overdue"),
+    # Tokens that a failed engine has lost, and that are counted.
+    (
+      worker_lib.RolloutWorker,
+      "generated_tokens",
+      property(unreported),
+      "balance",
+    ),
+  ],
+)
+def test_what_is_left_out_is_found(monkeypatch, place, name, instead, words):
+  monkeypatch.setattr(place, name, instead)
+  found = first_failure()
+  assert found is not None and found.startswith(words)
 
 
 def test_a_score_that_comes_too_late_is_found(monkeypatch):
@@ -203,15 +232,6 @@ def test_a_worker_that_asks_only_when_it_is_idle_is_found(monkeypatch):
 
   monkeypatch.setattr(replica_lib.Replica, "feed", feed_idle)
   assert first_failure().startswith("slot: replica 0 has")
-
-
-def test_a_replica_that_is_given_too_much_is_found(monkeypatch):
-  monkeypatch.setattr(
-    roster_lib.Member,
-    "room",
-    property(lambda self: 0 if self.ask is None else self.ask.room),
-  )
-  assert first_failure() is not None
 
 
 def test_room_that_is_never_given_back_is_found(monkeypatch):
@@ -279,33 +299,6 @@ def test_a_cut_after_which_an_older_version_writes_is_found(monkeypatch):
   assert first_failure().startswith("cut")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "side",
-  [
-    pytest.param(worker_lib.RolloutWorker, marks=pytest.mark.nightly),
-    fleet_lib.Fleet,
-  ],
-)
-def test_a_cut_that_keeps_what_is_being_written_is_found(monkeypatch, side):
-  monkeypatch.setattr(side, "cut", lambda self, version: None)
-  assert first_failure().startswith("cut")
-
-
-def test_a_cut_whose_groups_nobody_goes_on_with_is_found(monkeypatch):
-  monkeypatch.setattr(
-    coordinator_lib.Coordinator, "_take_back", lambda self, replicas: None
-  )
-  assert first_failure() is not None
-
-
-def test_a_group_that_is_never_overdue_is_found(monkeypatch):
-  monkeypatch.setattr(
-    running_group.RunningGroup, "is_overdue", property(lambda self: False)
-  )
-  assert first_failure().startswith("overdue")
-
-
 def test_a_group_that_is_overdue_too_early_is_found(monkeypatch):
   class Hasty(supervisor_lib.Deadline):
     def __init__(self, timeout_s, *arguments):
@@ -313,18 +306,6 @@ def test_a_group_that_is_overdue_too_early_is_found(monkeypatch):
 
   monkeypatch.setattr(supervisor_lib, "Deadline", Hasty)
   assert first_failure().startswith("overdue")
-
-
-def test_tokens_that_a_failed_engine_has_lost_and_are_counted_are_found(
-  monkeypatch,
-):
-  def unreported(self):
-    return self.replica.scheduler.stats.generated_tokens
-
-  monkeypatch.setattr(
-    worker_lib.RolloutWorker, "generated_tokens", property(unreported)
-  )
-  assert first_failure().startswith("balance")
 
 
 def test_an_answer_that_an_older_version_has_written_is_found(monkeypatch):

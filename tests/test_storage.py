@@ -34,8 +34,9 @@ def test_records_that_are_refused_may_wait_in_memory_in_their_order(tmp_path):
   file = disk.AppendFile(path, note=notes.append)
   file.append(b"one\n")
   with disks.files_of_at_most(10):
-    for record in (b"two\n", b"three\n", b"four\n"):
+    for record, num_notes in ((b"two\n", 0), (b"three\n", 1), (b"four\n", 1)):
       file.append(record)
+      assert len(notes) == num_notes
     assert file.num_bytes == 19
     assert path.read_bytes() == b"one\ntwo\n"
     for call in (file.sync, file.sync):

@@ -42,34 +42,30 @@ def test_the_first_failure_is_kept_and_raised_with_its_threads_name():
   assert reported == [raised.value.__cause__]
 
 
-def test_system_exit_in_a_thread_is_a_failure_too():
-  this = supervisor_lib.Supervisor(lambda error: None)
-  this.spawn("worker", lambda: exec("raise SystemExit(3)"))
-  assert this.join(10.0) == []
-  with pytest.raises(supervisor_lib.ThreadFailed, match="worker"):
-    this.check()
+def fail_to_write():
+  with disk.writing("ledger.jsonl"):
+    raise OSError(28, "No space left on device")
 
 
-def test_what_to_change_in_the_config_is_said_as_it_is():
+@pytest.mark.parametrize(
+  ("error", "expected", "words"),
+  [
+    (SystemExit(3), supervisor_lib.ThreadFailed, "worker"),
+    # What to change in the config, and a disk that refuses, are said as it is.
+    (sections.ConfigError("task.name: no"), sections.ConfigError, "^task.name"),
+    (fail_to_write, disk.StorageError, "^ledger.jsonl cannot be"),
+  ],
+)
+def test_whatever_a_thread_raises_is_raised(error, expected, words):
   def fail():
-    raise sections.ConfigError("task.dataset: has too few questions")
+    if callable(error):
+      error()
+    raise error
 
   this = supervisor_lib.Supervisor(lambda error: None)
   this.spawn("worker", fail)
   assert this.join(10.0) == []
-  with pytest.raises(sections.ConfigError, match="^task.dataset: has too few"):
-    this.check()
-
-
-def test_a_disk_that_refuses_is_said_as_it_is():
-  def fail():
-    with disk.writing("ledger.jsonl"):
-      raise OSError(28, "No space left on device")
-
-  this = supervisor_lib.Supervisor(lambda error: None)
-  this.spawn("worker", fail)
-  assert this.join(10.0) == []
-  with pytest.raises(disk.StorageError, match="^ledger.jsonl cannot be"):
+  with pytest.raises(expected, match=words):
     this.check()
 
 

@@ -11,6 +11,7 @@ from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import replica as replica_lib
+from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
@@ -133,7 +134,7 @@ class World:
     self.worker.run()
     self.scheduler.after_step = self.buffer.on_wait = lambda *_: None
     replica.wait_for_weights = wait_for_weights
-    self.worker._gate.reopen()
+    self.worker._gate = rollout_side.Gate()
 
   def lines(self):
     return [json.loads(line) for line in self.path.read_text().splitlines()]

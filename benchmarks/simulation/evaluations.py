@@ -48,7 +48,7 @@ class Evaluation:
     self._written = asked.ask(self._wanted, version, is_alone=False)
 
   def has_ended(
-    self, check: Callable[[questions_lib.Written, int], None]
+    self, check: Callable[[questions_lib.Answer, int], None]
   ) -> bool:
     """Return whether all is answered, and check the answers then.
 

@@ -200,7 +200,7 @@ class Invariants:
       for begin, mask in lengths
     )
 
-  def check_answer(self, written: questions_lib.Written, version: int) -> None:
+  def check_answer(self, written: questions_lib.Answer, version: int) -> None:
     """Check an answer of an evaluation of this version."""
     question = written.question
     expected = self._script.expected(question.number, question.sample)

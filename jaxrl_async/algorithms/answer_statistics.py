@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from jaxtyping import Float
 import numpy as np
 
+_NUM_RESAMPLES = 2_000
+
 
 def powers_of_two(most: int) -> list[int]:
   """Return 1, 2, 4, ... up to `most`, and `most` itself."""
@@ -70,22 +72,17 @@ def mean(values: Float[np.ndarray, "Q"]) -> float:
 
 
 def bootstrap_intervals(
-  values: Float[np.ndarray, "S Q"],
-  *,
-  seed: int,
-  num_resamples: int = 2_000,
-  level: float = 0.95,
+  values: Float[np.ndarray, "S Q"], *, seed: int
 ) -> Float[np.ndarray, "S 2"]:
-  """Return percentile intervals of the means, resampled over the questions.
+  """Return 95% percentile intervals of the means over the questions.
 
-  Questions are drawn with replacement, all statistics with the same draws.
+  As many questions are drawn with replacement, 2,000 times, and all statistics
+  with the same draws.
   Answers to one question are not independent, so whole questions are drawn.
 
   Args:
     values: of each statistic and question; NaN is left out of a mean.
     seed: of the draws. Equal arguments give equal intervals.
-    num_resamples: number of draws of as many questions as there are.
-    level: share of the resampled means inside the interval.
 
   Returns:
     The lower and the upper end for each statistic; NaN without any value.
@@ -94,16 +91,15 @@ def bootstrap_intervals(
   rng = np.random.default_rng(seed)
   known = ~np.isnan(values)
   filled = np.where(known, values, 0.0)
-  means = np.full((num_resamples, num_statistics), np.nan)
+  means = np.full((_NUM_RESAMPLES, num_statistics), np.nan)
   for row in means:
     questions = rng.integers(num_questions, size=num_questions)
     counts = known[:, questions].sum(1)
     sums = filled[:, questions].sum(1)
     np.divide(sums, counts, out=row, where=counts > 0)
-  tail = 100 * (1 - level) / 2
   intervals = np.full((num_statistics, 2), np.nan)
   for i, column in enumerate(means.T):
     found = column[~np.isnan(column)]
     if len(found):
-      intervals[i] = np.percentile(found, [tail, 100 - tail])
+      intervals[i] = np.percentile(found, [2.5, 97.5])
   return intervals

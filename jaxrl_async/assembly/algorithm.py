@@ -128,16 +128,10 @@ def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
   at = schedules.at_step(section, section.schedules)
 
   def scheduled(i: int, stage: train_step.Stage) -> train_step.Stage:
-    def run(
-      settings: stages_lib.Settings,
-      params: stages_lib.Params,
-      batch: packing.PackedBatch,
-      version: stages_lib.Version,
-    ) -> dict[str, Float[Array, "M K B T"]]:
-      now = _stages(setup, at(version))[i]
-      return now.run(settings, params, batch, version)
+    def run(given: train_step.Given) -> train_step.Fields:
+      return _stages(setup, at(given.version))[i].fields(given)
 
-    return dataclasses.replace(stage, run=run)
+    return dataclasses.replace(stage, fields=run)
 
   return [scheduled(i, stage) for i, stage in enumerate(found)]
 

@@ -19,7 +19,7 @@ _REWARDS = ("task.reward", "task.rewards")
 
 def _as_scored(value: Any) -> Any:
   """Return rewards without the address, deadlines and retries of a server."""
-  value = config_json.plain(value)
+  value = fields_lib.plain(value)
   if isinstance(value, str):
     return "http" if server_lib.is_address(value) else value
   return {

@@ -182,6 +182,8 @@ def with_adapters(
 ) -> transformer.Params:
   """Return the parameters of a base together with those of its adapters.
 
+  Without `model.lora` they are the base alone.
+
   Args:
     params: the base, with stacked layers.
     setup: of the run. Its adapters are read from `model.lora.adapter`, or new.
@@ -190,6 +192,8 @@ def with_adapters(
     ConfigError: there are no such adapters in the directory.
   """
   model, config = setup.model, setup.config
+  if model.lora is None:
+    return params
   shardings = lora_lib.adapters(
     train_state.params_sharding(
       setup.train_mesh, config.mesh.train_rules, model

@@ -1,6 +1,5 @@
 """The questions of an evaluation: those of a dataset, all or the first ones."""
 
-from collections.abc import Callable
 import contextlib
 import copy
 import dataclasses
@@ -98,8 +97,6 @@ def read(
   *,
   num_items: int,
   max_prompt_tokens: int = ANY_LENGTH,
-  field: str = "dataset",
-  on_progress: Callable[[int], None] = lambda num_made: None,
 ) -> Questions:
   """Return the first held-out questions of a config's dataset, or all.
 
@@ -109,8 +106,6 @@ def read(
     num_items: number of questions; 0 is all of a dataset of rows, and as many
       as by default of one that is generated.
     max_prompt_tokens: longer prompts are left out and counted.
-    field: that named the dataset, for error messages.
-    on_progress: called now and then with the number of questions so far.
 
   Raises:
     ConfigError: the dataset cannot be read, has too few questions, or none that
@@ -123,10 +118,9 @@ def read(
       tokenizer,
       num_items=num_items or sections.EvalSection().num_items,
       max_prompt_tokens=max_prompt_tokens,
-      on_progress=on_progress,
     )
   fitting, num_too_long = [], 0
-  for item in _one_pass(source.items, num_items, field, on_progress):
+  for item in _one_pass(source.items, num_items):
     prompt = source.prompt(source_lib.Split.EVAL, item)
     if len(prompt.tokens) <= max_prompt_tokens:
       fitting.append(prompt)
@@ -151,7 +145,6 @@ def held_out_of(
   *,
   num_items: int,
   max_prompt_tokens: int = 0,
-  on_progress: Callable[[int], None] = lambda num_made: None,
 ) -> Questions:
   """Return the held-out questions that a run of the config evaluates.
 
@@ -162,7 +155,6 @@ def held_out_of(
     tokenizer: of the policy.
     num_items: number of questions.
     max_prompt_tokens: longest prompt; 0 is that of the config.
-    on_progress: as in `read`.
 
   Raises:
     ConfigError: the dataset cannot be used, or has too few questions.
@@ -171,7 +163,7 @@ def held_out_of(
   source = _prompt_source(config, tokenizer, most)
   source.items.check()
   return Questions(
-    prompts=held_out.make(source, num_items, on_progress),
+    prompts=held_out.make(source, num_items),
     num_too_long=0,
     versions=dict(source.items.versions),
   )
@@ -193,17 +185,13 @@ def _prompt_source(
 
 
 def _one_pass(
-  source: source_lib.Source,
-  num_items: int,
-  field: str,
-  on_progress: Callable[[int], None],
+  source: source_lib.Source, num_items: int
 ) -> list[dict[str, Any]]:
   """Return the items of the evaluation split, each once and in order."""
   items: dict[int, dict[str, Any]] = {}
   stream = source.open(source_lib.Split.EVAL, 0, num_workers=1)
   with contextlib.closing(stream):
     while not num_items or len(items) < num_items:
-      on_progress(len(items))
       item = stream.next()
       if item is None:
         continue
@@ -212,7 +200,7 @@ def _one_pass(
       items[item["index"]] = item
   sections.require(
     len(items) >= num_items,
-    field,
+    "dataset",
     f"{source.name} has only {len(items)} of {num_items} questions (num_items)",
   )
   return list(items.values())

@@ -206,7 +206,6 @@ def on_all_devices(
   devices: Sequence[Any],
   *,
   tokenizer: tokenizer_lib.Tokenizer,
-  source: source_lib.Source | None = None,
 ) -> Setup:
   """Return the setup of a program that generates and does not train.
 
@@ -219,7 +218,6 @@ def on_all_devices(
       `rollout.num_slots` is rounded up to what the meshes divide.
     devices: all of them.
     tokenizer: of the policy.
-    source: see `resolve`.
 
   Raises:
     ConfigError: one line that names the field.
@@ -243,7 +241,7 @@ def on_all_devices(
       devices, MeshShape(data=count // parts, fsdp=parts)
     ),
     rollout_mesh=mesh_lib.make_mesh(devices, rollout_shape),
-    source=source_of(config, tokenizer) if source is None else source,
+    source=source_of(config, tokenizer),
     chat_template=chat_template_of(config),
   )
 

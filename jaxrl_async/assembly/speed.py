@@ -7,9 +7,11 @@ tried.
 """
 
 from collections.abc import Iterator, Sequence
+import copy
 import dataclasses
+import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +22,7 @@ from jaxrl_async.assembly import config_checks
 from jaxrl_async.assembly import device_checks
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import sequence as sequence_lib
@@ -29,8 +32,22 @@ from jaxrl_async.training import trainer as trainer_lib
 _FILLS_OF_SLOTS = 3  # sequences for each slot; the first fill is not timed
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lengths:
+# The settings of a train step that change its speed and not its result, by
+# path, and what to try besides the config's own. Rows are halved and doubled.
+_ROWS = "train.rows_per_microbatch"
+_TRIED: dict[str, tuple[Any, ...]] = {
+  _ROWS: (),
+  "model.remat": (
+    sections.Remat.NONE,
+    sections.Remat.DOTS,
+    sections.Remat.FULL,
+  ),
+  "train.attention": ("xla", "blocks"),
+}
+Shapes = dict[str, Any]
+
+
+class Lengths(NamedTuple):
   """Assumed lengths of trajectories, in tokens.
 
   Attributes:
@@ -58,100 +75,70 @@ def lengths(
   )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shapes:
-  """The settings of a train step that change its speed and not its result."""
-
-  rows_per_microbatch: int
-  remat: sections.Remat
-  attention: str
-
-  def flags(self) -> str:
-    """Return the flags that choose them."""
-    return (
-      f"--config.train.rows_per_microbatch={self.rows_per_microbatch}"
-      f" --config.model.remat={self.remat.value}"
-      f" --config.train.attention={self.attention}"
-    )
-
-
-def shapes_of(config: sections.Config) -> Shapes:
-  """Return those of a config."""
-  return Shapes(
-    rows_per_microbatch=config.train.rows_per_microbatch,
-    remat=config.model.remat,
-    attention=config.train.attention,
-  )
-
-
-def candidates(setup: setup_lib.Setup) -> Iterator[Shapes]:
-  """Yield shapes to try: the config's, then others that differ in one setting.
-
-  Rows are halved and doubled. Shapes that the run would refuse are left out.
-  The estimate of their memory is a lower bound, so that a device may refuse
-  others.
-  """
-  own = shapes_of(setup.config)
-  yield own
-  changed = [
-    dataclasses.replace(own, rows_per_microbatch=rows)
-    for rows in (own.rows_per_microbatch // 2, 2 * own.rows_per_microbatch)
-  ]
-  changed += [
-    dataclasses.replace(own, remat=remat)
-    for remat in (sections.Remat.NONE, sections.Remat.DOTS, sections.Remat.FULL)
-  ]
-  changed += [
-    dataclasses.replace(own, attention=attention)
-    for attention in ("xla", "blocks")
-  ]
-  for shapes in changed:
-    if shapes != own and may_run(setup, shapes):
-      yield shapes
-
-
-def may_run(setup: setup_lib.Setup, shapes: Shapes) -> bool:
-  """Return whether the checks of a run take these shapes."""
-  rows = shapes.rows_per_microbatch
-  least = setup.train_mesh.shape["data"] * setup.train_mesh.shape["fsdp"]
-  if not rows or rows % least:
-    return False
-  config = with_shapes(setup.config, shapes)
-  changed = dataclasses.replace(setup, config=config)
-  try:
-    config_checks.check(config)
-    device_checks.check_training_memory(changed)
-    device_checks.check_shared_memory(changed)
-  except sections.ConfigError:
-    return False
-  return True
-
-
-def with_shapes(config: sections.Config, shapes: Shapes) -> sections.Config:
-  """Return a config with these shapes."""
-  return dataclasses.replace(
-    config,
-    model=dataclasses.replace(config.model, remat=shapes.remat),
-    train=dataclasses.replace(
-      config.train,
-      rows_per_microbatch=shapes.rows_per_microbatch,
-      attention=shapes.attention,
-    ),
-  )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tried:
+class Tried(NamedTuple):
   """Shapes, and the seconds of a train step; None if they were refused."""
 
   shapes: Shapes
   step_s: float | None
 
+  @property
+  def flags(self) -> str:
+    """The flags that choose the shapes."""
+    return " ".join(
+      f"--config.{path}={fields_lib.plain(value)}"
+      for path, value in self.shapes.items()
+    )
+
   def as_json(self) -> dict[str, Any]:
     """Return the fields of one row."""
-    if self.step_s is None:
-      return {"flags": self.shapes.flags(), "refused": True}
-    return {"flags": self.shapes.flags(), "step_s": self.step_s}
+    found = (
+      {"refused": True} if self.step_s is None else {"step_s": self.step_s}
+    )
+    return {"flags": self.flags, **found}
+
+
+def shapes_of(config: sections.Config) -> Shapes:
+  """Return the shapes of a config."""
+  return {x.path: x.value for x in fields_lib.walk(config) if x.path in _TRIED}
+
+
+def with_shapes(setup: setup_lib.Setup, shapes: Shapes) -> setup_lib.Setup:
+  """Return a setup with these shapes."""
+  config = copy.deepcopy(setup.config)
+  for path, value in shapes.items():
+    fields_lib.set_at(config, path, value)
+  return dataclasses.replace(setup, config=config)
+
+
+def candidates(setup: setup_lib.Setup) -> Iterator[Shapes]:
+  """Yield shapes to try: the config's, then others that differ in one setting.
+
+  Shapes that the run would refuse are left out. The estimate of their memory is
+  a lower bound, so that a device may refuse others.
+  """
+  own = shapes_of(setup.config)
+  yield own
+  rows = own[_ROWS]
+  for path, values in {**_TRIED, _ROWS: (rows // 2, 2 * rows)}.items():
+    for value in values:
+      if value != own[path] and may_run(setup, own | {path: value}):
+        yield own | {path: value}
+
+
+def may_run(setup: setup_lib.Setup, shapes: Shapes) -> bool:
+  """Return whether the checks of a run take these shapes."""
+  rows = shapes[_ROWS]
+  least = setup.train_mesh.shape["data"] * setup.train_mesh.shape["fsdp"]
+  if not rows or rows % least:
+    return False
+  changed = with_shapes(setup, shapes)
+  try:
+    config_checks.check(changed.config)
+    device_checks.check_training_memory(changed)
+    device_checks.check_shared_memory(changed)
+  except sections.ConfigError:
+    return False
+  return True
 
 
 def tried(
@@ -162,52 +149,37 @@ def tried(
   Raises:
     ConfigError: the config's own shapes do not fit the device.
   """
+
+  def measured(shapes: Shapes) -> Tried:
+    try:
+      changed = with_shapes(setup, shapes)
+      return Tried(shapes, train_step_s(changed, lengths, repeats=repeats))
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      return Tried(shapes, None)
+
   rows: list[Tried] = []
   for shapes in candidates(setup):
-    rows.append(_tried(setup, shapes, lengths, repeats))
-    if not rows[1:]:
-      sections.require(
-        rows[0].step_s is not None,
-        "train.rows_per_microbatch",
-        "a train step of this config does not fit the device",
-      )
+    rows.append(measured(shapes))
+    sections.require(
+      rows[0].step_s is not None,
+      _ROWS,
+      "a train step of this config does not fit the device",
+    )
     yield rows[-1]
   own = rows[0].shapes
-  best = own
-  for name in ("rows_per_microbatch", "remat", "attention"):
-    others = [
-      row
-      for row in rows
-      if dataclasses.replace(row.shapes, **{name: getattr(own, name)}) == own
-    ]
-    value = getattr(fastest(others).shapes, name)
-    best = dataclasses.replace(best, **{name: value})
-  is_new = best not in [row.shapes for row in rows]
-  if is_new and may_run(setup, best):
-    yield _tried(setup, best, lengths, repeats)
+  best = {}
+  for path in own:
+    others = [x for x in rows if x.shapes | {path: own[path]} == own]
+    best[path] = fastest(others).shapes[path]
+  if best not in [row.shapes for row in rows] and may_run(setup, best):
+    yield measured(best)
 
 
 def fastest(rows: Sequence[Tried]) -> Tried:
   """Return the row whose train step takes the least time."""
-  return min(
-    (row for row in rows if row.step_s is not None),
-    key=lambda row: row.step_s or 0.0,
-  )
-
-
-def _tried(
-  setup: setup_lib.Setup, shapes: Shapes, lengths: Lengths, repeats: int
-) -> Tried:
-  try:
-    config = with_shapes(setup.config, shapes)
-    changed = dataclasses.replace(setup, config=config)
-    return Tried(
-      shapes=shapes, step_s=train_step_s(changed, lengths, repeats=repeats)
-    )
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    return Tried(shapes=shapes, step_s=None)
+  return min(rows, key=lambda x: math.inf if x.step_s is None else x.step_s)
 
 
 def _groups(
@@ -216,39 +188,40 @@ def _groups(
   """Return a train step's groups, whose rewards differ."""
   algorithm = setup.config.algorithm
   rng = np.random.default_rng(0)
-  prompt = np.ones(lengths.prompt, np.int32)
-  groups = []
-  for index in range(algorithm.groups_per_step):
-    trajectories = []
-    for member, count in enumerate(lengths.drawn(algorithm.group_size, rng)):
-      mask = np.arange(lengths.prompt + count) >= lengths.prompt
-      trajectories.append(
-        types.Trajectory(
-          member=member,
-          tokens=np.ones(len(mask), np.int32),
-          loss_mask=mask,
-          behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-          policy_versions=np.where(mask, 0, -1).astype(np.int32),
-          finish_reason=types.FinishReason.LENGTH,
-          reward=types.Reward(score=float(member % 2)),
-        )
-      )
-    groups.append(
-      types.RolloutGroup(
-        admission=types.Admission(index=index, birth=0, deadline=1),
-        prompt=types.Prompt(prompt_id="", tokens=prompt, item={}),
-        trajectories=trajectories,
-      )
+
+  def trajectory(member: int, count: int) -> types.Trajectory:
+    mask = np.arange(lengths.prompt + count) >= lengths.prompt
+    return types.Trajectory(
+      member=member,
+      tokens=np.ones(len(mask), np.int32),
+      loss_mask=mask,
+      behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+      policy_versions=np.where(mask, 0, -1).astype(np.int32),
+      finish_reason=types.FinishReason.LENGTH,
+      reward=types.Reward(score=float(member % 2)),
     )
-  return groups
+
+  prompt = types.Prompt(
+    prompt_id="", tokens=np.ones(lengths.prompt, np.int32), item={}
+  )
+  return [
+    types.RolloutGroup(
+      admission=types.Admission(index=index, birth=0, deadline=1),
+      prompt=prompt,
+      trajectories=[
+        trajectory(*x)
+        for x in enumerate(lengths.drawn(algorithm.group_size, rng).tolist())
+      ],
+    )
+    for index in range(algorithm.groups_per_step)
+  ]
 
 
 def _started_trainer(setup: setup_lib.Setup) -> trainer_lib.Trainer:
   """Return a trainer with random weights."""
   trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
   params = initial_params.random(setup)
-  if setup.model.lora is not None:
-    params = initial_params.with_adapters(params, setup)
+  params = initial_params.with_adapters(params, setup)
   trainer.start(initial_params.of_models(setup, params))
   return trainer
 
@@ -315,13 +288,12 @@ def generation_s(setup: setup_lib.Setup, lengths: Lengths) -> float:
 
 def line(train_s: float, rollout_s: float) -> str:
   """Return one line that says which slice will wait."""
-  if max(train_s, rollout_s) < 1.1 * min(train_s, rollout_s):
+  times = sorted([(train_s, "training"), (rollout_s, "generation")])
+  (least_s, faster), (most_s, slower) = times
+  if most_s < 1.1 * least_s:
     verdict = "both slices are busy"
   else:
-    slower, faster = ("training", "generation")
-    if rollout_s > train_s:
-      slower, faster = faster, slower
-    share = 1 - min(train_s, rollout_s) / max(train_s, rollout_s)
+    share = 1 - least_s / most_s
     verdict = f"{faster} waits for {slower} {share:.0%} of the time"
   return (
     f"a train step takes {train_s:.3g} s, generating its batch {rollout_s:.3g}"

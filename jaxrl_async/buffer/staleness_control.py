@@ -97,29 +97,6 @@ def measured(values: Mapping[str, Any]) -> Measured:
   )
 
 
-def first(section: sections.StalenessControlSection, oldest: int) -> State:
-  """Return the first state of a run.
-
-  Args:
-    section: limits and thresholds.
-    oldest: the largest bound that groups were admitted under before; 0 for a
-      new run.
-  """
-  # The first step compiles, which no bound makes faster.
-  rest = max(section.minimum, oldest) + 1
-  return State(bound=section.minimum, streak=0, rest=rest)
-
-
-def continued(
-  section: sections.StalenessControlSection, stored: State
-) -> State:
-  """Return the stored state, with a bound that the limits allow."""
-  bound = min(max(stored.bound, section.minimum), section.maximum)
-  if bound == stored.bound:
-    return stored
-  return State(bound=bound, streak=0, rest=max(bound, stored.bound) + 1)
-
-
 def direction(
   section: sections.StalenessControlSection,
   bound: int,
@@ -183,14 +160,19 @@ class StalenessControl:
       section: limits and thresholds.
       stored: the state of a checkpoint; None if there was no control before.
       note: is called with a message when the bound moves.
-      oldest: as in `first`.
+      oldest: the largest bound that groups were admitted under before; 0 for
+        a new run.
     """
     self._section = section
-    self._state = (
-      first(section, oldest)
-      if stored is None
-      else continued(section, State(**stored))
-    )
+    if stored is None:
+      before, bound = oldest, section.minimum
+    else:
+      self._state = State(**stored)
+      before = self._state.bound
+      bound = min(max(before, section.minimum), section.maximum)
+    if stored is None or bound != before:
+      # The first step of a run compiles, which no bound makes faster.
+      self._state = State(bound=bound, streak=0, rest=max(bound, before) + 1)
     self._note = note
 
   @property

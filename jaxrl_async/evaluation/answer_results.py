@@ -1,46 +1,29 @@
 """What the answers to a set of questions say: accuracy, lengths, intervals."""
 
 from collections.abc import Iterable, Mapping, Sequence
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_async import types
 from jaxrl_async.algorithms import answer_statistics
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class Record(NamedTuple):
   """What is counted of one answer.
 
   Attributes:
     question: number of the question.
     score: of the reward; None if the answer could not be scored.
-    answer: the extracted answer; None if there is none.
     num_tokens: of the completion.
     is_truncated: whether the completion was cut off.
+    answer: the extracted answer; None if there is none.
   """
 
   question: int
   score: float | None
-  answer: str | None = None
   num_tokens: int
   is_truncated: bool
-
-
-def record_of(
-  question: int, trajectory: types.Trajectory, answer: str | None = None
-) -> Record:
-  """Return what is counted of a trajectory that has ended."""
-  reward = trajectory.reward
-  return Record(
-    question=question,
-    score=None if reward is None else reward.score,
-    answer=answer,
-    num_tokens=trajectory.num_completion_tokens,
-    is_truncated=trajectory.finish_reason is types.FinishReason.LENGTH,
-  )
+  answer: str | None = None
 
 
 def by_question(
@@ -133,33 +116,35 @@ def by_category(
   }
 
 
-def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-  """Return a result of `with_intervals` as a table: a line a statistic."""
-  lines = [["", "mean", "95% interval", "questions"]]
-  for name, numbers in results.items():
-    shown = _shown(name, numbers)
-    lines.append([name, *shown, str(numbers["num_questions"])])
-  return _aligned(lines)
+def describe(results: Mapping[str, Any]) -> str:
+  """Return what an evaluation wrote into its results as tables.
 
-
-def table_of_categories(
-  categories: Mapping[str, Mapping[str, Mapping[str, Any]]], samples: int
-) -> str:
-  """Return a table with a line for each category, and its main statistics.
-
-  Args:
-    categories: the result of `by_category`.
-    samples: answers to each question.
+  A table has a line for each statistic. With categories, another one has a line
+  for each of them. What is not in the tables is said below them.
   """
-  names = [f"avg@{samples}", f"pass@{samples}", f"maj@{samples}"]
-  first = next(iter(categories.values()))
-  columns = [n for n in (*names, "tokens_mean", "frac_truncated") if n in first]
-  lines = [["", "questions", *columns]]
-  for name, results in categories.items():
-    count = max(numbers["num_questions"] for numbers in results.values())
-    cells = [" ".join(_shown(n, results[n])).strip() for n in columns]
-    lines.append([name, str(count), *cells])
-  return _aligned(lines)
+  lines = [["", "mean", "95% interval", "questions"]]
+  for name, numbers in results["results"].items():
+    count = str(numbers["num_questions"])
+    lines.append([name, *_shown(name, numbers), count])
+  text = _aligned(lines)
+  if categories := results.get("by_category"):
+    k, shared = results["samples"], results["results"]
+    names = f"avg@{k}", f"pass@{k}", f"maj@{k}", "tokens_mean", "frac_truncated"
+    columns = [name for name in names if name in shared]
+    lines = [["", "questions", *columns]]
+    for name, found in categories.items():
+      count = max(numbers["num_questions"] for numbers in found.values())
+      cells = [" ".join(_shown(n, found[n])).strip() for n in columns]
+      lines.append([name, str(count), *cells])
+    text += "\n\n" + _aligned(lines)
+  if failed := results["failed_scores"]:
+    text += (
+      f"\n{failed} of {results['answers']} answers could not be scored and do"
+      " not count as right or wrong."
+    )
+  if skipped := results["prompts_too_long"]:
+    text += f"\n{skipped} questions are too long and were left out."
+  return text
 
 
 def _shown(name: str, numbers: Mapping[str, Any]) -> tuple[str, str]:

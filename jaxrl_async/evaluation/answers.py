@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import itertools
 
-from jaxrl_async import types
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.processes import supervisor as supervisor_lib
-from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import replica as replica_lib
+from jaxrl_async.rollout.questions import Answer
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 # So many answers may await their scores for each slot of the engine. With more
@@ -29,34 +28,11 @@ class EvaluationError(supervisor_lib.RunError):
   """None of the answers could be scored."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-  """One answer.
-
-  Attributes:
-    question: what was asked.
-    trajectory: prompt and completion, with the reward if there is one.
-    completion: what the scorer was shown, without the extracted answer.
-    failure: why the answer has no reward; None if it has one.
-  """
-
-  question: questions_lib.Question
-  trajectory: types.Trajectory
-  completion: types.Completion
-  failure: service_lib.RewardFailure | None
-
-  @property
-  def name(self) -> str:
-    """The question's name, with "#" and a number for all but the first."""
-    _, _, sample, prompt, _ = self.question
-    return prompt.prompt_id if not sample else f"{prompt.prompt_id}#{sample}"
-
-
 def write(
   scheduler: scheduler_lib.Scheduler,
   questions: Iterable[questions_lib.Question],
   tokenizer: tokenizer_lib.Tokenizer,
-) -> Iterator[list[questions_lib.Written]]:
+) -> Iterator[list[Answer]]:
   """Yield the answers that each step of a scheduler ends.
 
   Args:
@@ -77,16 +53,15 @@ def write(
     if scheduler.is_idle:
       return
     yield [
-      questions_lib.Written(asked.pop(one.owner.number), one.trajectory())
+      Answer(asked.pop(one.owner.number), one.trajectory())
       for one in scheduler.step()
       if one.owner is not None
     ]
 
 
 def scored(
-  written: Iterable[list[questions_lib.Written]],
+  written: Iterable[list[Answer]],
   *,
-  tokenizer: tokenizer_lib.Tokenizer,
   rewards: service_lib.RewardService,
   num_slots: int,
   check: Callable[[], None] = lambda: None,
@@ -95,7 +70,6 @@ def scored(
 
   Args:
     written: the answers as they are written.
-    tokenizer: turns completions into text.
     rewards: scores the answers. An answer that cannot be scored is no failure
       of the evaluation.
     num_slots: of the engine. If many times more answers await their scores, no
@@ -107,14 +81,8 @@ def scored(
   unscored = collections.deque()
   for step in written:
     check()
-    for question, trajectory in step:
-      answer = Answer(
-        question=question,
-        trajectory=trajectory,
-        completion=completion_lib.of_trajectory(trajectory, tokenizer),
-        failure=None,
-      )
-      handle = rewards.submit(question.prompt.item, [trajectory])
+    for answer in step:
+      handle = rewards.submit(answer.question.prompt.item, [answer.trajectory])
       unscored.append((answer, handle))
     # A handle is asked before its turn too, because that starts its retries.
     are_done = [handle.done() for _, handle in unscored]
@@ -137,10 +105,10 @@ def _scored(
     check()
   outcome = handle.result()
   if isinstance(outcome, service_lib.RewardFailure):
-    return dataclasses.replace(answer, failure=outcome)
+    return answer._replace(failure=outcome)
   (reward,) = outcome
   trajectory = dataclasses.replace(answer.trajectory, reward=reward)
-  return dataclasses.replace(answer, trajectory=trajectory)
+  return answer._replace(trajectory=trajectory)
 
 
 def give_up(count: int, answer: Answer) -> EvaluationError:

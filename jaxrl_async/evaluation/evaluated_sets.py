@@ -1,7 +1,7 @@
 """What an evaluation has measured of each of its sets of questions."""
 
 from collections.abc import Callable, Iterable, Mapping
-import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,27 +21,17 @@ _STATISTICS = {
 }
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Evaluation:
-  """The result of one set of questions.
+class Evaluation(NamedTuple):
+  """The answers to one set of questions, and what they say.
 
   Attributes:
-    means: each statistic of `answer_results`, by name.
-    parts: mean of each named part of the rewards.
-    prompts: of the questions.
-    trajectories: the first answer to each question, in their order. A
-      trajectory that could not be scored has no reward.
-    num_answers: number of answers, scored or not.
-    failures: the reason for each answer without a score, by `Answer.name`. The
-      accuracy does not count these answers.
+    answers: all of them, in the order of their questions.
+    means: each statistic of `answer_results`, by name. Answers that could not
+      be scored are neither right nor wrong.
   """
 
+  answers: list[answers_lib.Answer]
   means: dict[str, float]
-  parts: dict[str, float]
-  prompts: list[types.Prompt]
-  trajectories: list[types.Trajectory]
-  num_answers: int
-  failures: dict[str, str]
 
   @property
   def accuracy(self) -> float:
@@ -50,6 +40,16 @@ class Evaluation:
     It is the mean over the questions.
     """
     return self.means["pass@1"]
+
+  @property
+  def first(self) -> list[answers_lib.Answer]:
+    """The first answer to each question."""
+    return [one for one in self.answers if one.question.sample == 0]
+
+  @property
+  def failures(self) -> dict[str, str]:
+    """The reason for each answer without a score, by the answer's name."""
+    return {x.name: x.failure.reason for x in self.answers if x.failure}
 
 
 def measured(
@@ -62,36 +62,32 @@ def measured(
       reason and the traceback of the first failure.
   """
   sets: dict[str, list[answers_lib.Answer]] = {}
-  for answer in answers:
-    sets.setdefault(answer.question.of, []).append(answer)
+  for one in sorted(
+    answers, key=lambda x: (x.question.number, x.question.sample)
+  ):
+    sets.setdefault(one.question.of, []).append(one)
   return {name: _measured(found, solved_score) for name, found in sets.items()}
 
 
 def _measured(
   answers: list[answers_lib.Answer], solved_score: float
 ) -> Evaluation:
-  answers.sort(key=lambda one: (one.question.number, one.question.sample))
-  failed = [one for one in answers if one.failure is not None]
-  if len(failed) == len(answers):
-    raise answers_lib.give_up(len(answers), failed[0])
-  first = [one for one in answers if one.question.sample == 0]
+  if all(one.failure for one in answers):
+    raise answers_lib.give_up(len(answers), answers[0])
+  records = [
+    answer_results.Record(
+      question=question.number,
+      score=trajectory.reward and trajectory.reward.score,
+      num_tokens=trajectory.num_completion_tokens,
+      is_truncated=trajectory.finish_reason is types.FinishReason.LENGTH,
+    )
+    for question, trajectory, _ in answers
+  ]
+  samples = answers[0].question.settings.samples
   values = answer_results.by_question(
-    (
-      answer_results.record_of(one.question.number, one.trajectory)
-      for one in answers
-    ),
-    len(first),
-    answers[0].question.settings.samples,
-    solved_score=solved_score,
+    records, len(answers) // samples, samples, solved_score=solved_score
   )
-  return Evaluation(
-    means=answer_results.means(values),
-    parts=types.mean_parts(one.trajectory for one in answers),
-    prompts=[one.question.prompt for one in first],
-    trajectories=[one.trajectory for one in first],
-    num_answers=len(answers),
-    failures={one.name: one.failure.reason for one in failed if one.failure},
-  )
+  return Evaluation(answers, answer_results.means(values))
 
 
 def metrics_of(found: Mapping[str, Evaluation]) -> dict[str, float]:
@@ -106,7 +102,8 @@ def metrics_of(found: Mapping[str, Evaluation]) -> dict[str, float]:
       # Without enough scored answers to any question there is no number.
       if statistic.startswith(shown) and not np.isnan(mean):
         values[f"eval/{name}/{statistic}"] = mean
-    for part, mean in evaluation.parts.items():
+    parts = types.mean_parts(one.trajectory for one in evaluation.answers)
+    for part, mean in parts.items():
       values[f"eval/{name}/parts/{part}"] = mean
   return values
 
@@ -115,14 +112,14 @@ def describe(found: Mapping[str, Evaluation]) -> str:
   """Describe an evaluation in a sentence, including failed scores."""
   text = "held-out accuracy " + ", ".join(
     f"{'' if name == HELD_OUT else f'{name} '}{one.accuracy:.3f}"
-    f" ({len(one.trajectories)} questions)"
+    f" ({len(one.first)} questions)"
     for name, one in found.items()
   )
   for one in found.values():
-    if one.failures:
-      name, reason = next(iter(one.failures.items()))
+    if failures := one.failures:
+      name, reason = next(iter(failures.items()))
       text += (
-        f"; {len(one.failures)} answers could not be scored and do not"
+        f"; {len(failures)} answers could not be scored and do not"
         f" count, the first {name}: {reason}"
       )
   return text

@@ -1,8 +1,9 @@
 """Architectures of the Qwen2, Qwen3, Llama and Mistral families, by name."""
 
 import dataclasses
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Projection(NamedTuple):
@@ -211,92 +212,32 @@ class ModelConfig:
     return per_token * kept * itemsize
 
 
+_SIZES = (
+  "vocab_size model_dim num_layers num_heads num_kv_heads head_dim mlp_dim"
+)
+
+
+def _model(*sizes: int, **switches: Any) -> ModelConfig:
+  return ModelConfig(
+    **dict(zip(_SIZES.split(), sizes, strict=True)), **switches
+  )
+
+
+_own = functools.partial(_model, has_qk_norm=True)
+_qwen2 = functools.partial(_model, rope_theta=1e6, has_qkv_bias=True)
+_qwen2_untied = functools.partial(_qwen2, has_tied_head=False)
+
 MODELS = {
-  "tiny": ModelConfig(  # tests
-    vocab_size=97,
-    model_dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=64,
-    has_qk_norm=True,
-  ),
-  "quickstart": ModelConfig(
-    vocab_size=97,
-    model_dim=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=24,
-    mlp_dim=256,
-    has_qk_norm=True,
-  ),
-  "three-layers": ModelConfig(  # of the other small runs in configs/
-    vocab_size=97,
-    model_dim=96,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=24,
-    mlp_dim=256,
-    has_qk_norm=True,
-  ),
-  "small": ModelConfig(  # for a large vocabulary on a CPU
-    vocab_size=97,
-    model_dim=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    mlp_dim=256,
-    has_qk_norm=True,
-  ),
-  "qwen2-0.5b": ModelConfig(
-    vocab_size=151_936,
-    model_dim=896,
-    num_layers=24,
-    num_heads=14,
-    num_kv_heads=2,
-    head_dim=64,
-    mlp_dim=4_864,
-    rope_theta=1e6,
-    has_qkv_bias=True,
-  ),
-  "qwen2-1.5b": ModelConfig(
-    vocab_size=151_936,
-    model_dim=1_536,
-    num_layers=28,
-    num_heads=12,
-    num_kv_heads=2,
-    head_dim=128,
-    mlp_dim=8_960,
-    rope_theta=1e6,
-    has_qkv_bias=True,
-  ),
-  "qwen2.5-7b": ModelConfig(
-    vocab_size=152_064,
-    model_dim=3_584,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    mlp_dim=18_944,
-    rope_theta=1e6,
-    has_qkv_bias=True,
-    has_tied_head=False,
-  ),
-  "qwen2.5-32b": ModelConfig(
-    vocab_size=152_064,
-    model_dim=5_120,
-    num_layers=64,
-    num_heads=40,
-    num_kv_heads=8,
-    head_dim=128,
-    mlp_dim=27_648,
-    rope_theta=1e6,
-    norm_eps=1e-5,
-    has_qkv_bias=True,
-    has_tied_head=False,
+  "tiny": _own(97, 32, 2, 4, 2, 8, 64),  # tests
+  "quickstart": _own(97, 96, 2, 4, 2, 24, 256),
+  "three-layers": _own(
+    97, 96, 3, 4, 2, 24, 256
+  ),  # other small runs of configs/
+  "small": _own(97, 64, 2, 4, 2, 16, 256),  # for a large vocabulary on a CPU
+  "qwen2-0.5b": _qwen2(151_936, 896, 24, 14, 2, 64, 4_864),
+  "qwen2-1.5b": _qwen2(151_936, 1_536, 28, 12, 2, 128, 8_960),
+  "qwen2.5-7b": _qwen2_untied(152_064, 3_584, 28, 28, 4, 128, 18_944),
+  "qwen2.5-32b": _qwen2_untied(
+    152_064, 5_120, 64, 40, 8, 128, 27_648, norm_eps=1e-5
   ),
 }

@@ -275,8 +275,7 @@ class _Replay:
     )
     if params is None:
       params = assembly.warm_start(self._setup, show, self._progress.note)
-    if self._setup.model.lora is not None:
-      params = initial_params.with_adapters(params, self._setup)
+    params = initial_params.with_adapters(params, self._setup)
     self._trainer.start(initial_params.of_models(self._setup, params))
     return {}, []
 

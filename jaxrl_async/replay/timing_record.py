@@ -275,26 +275,25 @@ class StoredTrajectories:
     )
     self._kept.append((step, files))
     try:
-      self.sync()
-    except disk.StorageError as error:
-      num_bytes = sum(
-        memoryview(piece).nbytes
-        for _, files in self._kept
-        for pieces in files.values()
-        for piece in pieces
-      )
-      if self._note is None or num_bytes > _MOST_KEPT:
-        self._kept.pop()
-        raise
-      if not num_kept:
-        self._note(
-          f"WARNING: {self._path} cannot be written"
-          f" ({error.__cause__ or error}); trajectories stay in memory until it"
-          " can be"
-        )
-    else:
-      if num_kept and self._note is not None:
-        self._note(f"{self._path} is written again, and lacks nothing")
+      with disk.keeping(
+        self._path,
+        "trajectories",
+        self._note,
+        num_kept=num_kept,
+        is_full=lambda: self._num_bytes() > _MOST_KEPT,
+      ):
+        self.sync()
+    except (workdir_lib.WorkdirError, disk.StorageError):
+      self._kept.pop()
+      raise
+
+  def _num_bytes(self) -> int:
+    return sum(
+      memoryview(piece).nbytes
+      for _, files in self._kept
+      for pieces in files.values()
+      for piece in pieces
+    )
 
   def sync(self) -> None:
     """Wait until everything has reached the disk.

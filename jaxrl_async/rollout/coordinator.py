@@ -481,12 +481,7 @@ class Coordinator:
     assert running.score is not None
     outcome = running.score.result()
     if isinstance(outcome, service_lib.RewardFailure):
-      self._fail(
-        running,
-        running_group.Failure(
-          reason=outcome.reason, traceback=outcome.traceback
-        ),
-      )
+      self._fail(running, outcome)
       return
     self._failures.clear()
     running.times_s["scored"] = self._busy.now()
@@ -514,7 +509,9 @@ class Coordinator:
       self._buffer.put(group)
 
   def _fail(
-    self, running: running_group.RunningGroup, failure: running_group.Failure
+    self,
+    running: running_group.RunningGroup,
+    failure: service_lib.RewardFailure,
   ) -> None:
     """End a group that failed while no replica generates any of its members."""
     running.failure = failure

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import running_group
@@ -86,7 +87,6 @@ def turn_of(
   max_tokens: int,
   *,
   version: int = 0,
-  trajectory: types.Trajectory | None = None,
 ) -> messages.Turn:
   """Return the turn in which a question is answered.
 
@@ -95,14 +95,12 @@ def turn_of(
     index: negative, and of no other turn.
     max_tokens: the longest answer with its question.
     version: of the policy that may answer it first.
-    trajectory: the answer so far; None if it was not begun.
   """
   settings = question.settings
   tokens = question.prompt.tokens
   return messages.Turn(
     admission=types.Admission(index=index, birth=version, deadline=version),
-    trajectory=trajectory
-    or episode_lib.First(tokens).trajectory(question.sample),
+    trajectory=episode_lib.First(tokens).trajectory(question.sample),
     limit=min(len(tokens) + settings.max_completion_tokens, max_tokens),
     temperature=settings.temperature,
     stop=settings.stop,
@@ -111,11 +109,24 @@ def turn_of(
   )
 
 
-class Written(NamedTuple):
-  """One answer, before it is scored."""
+class Answer(NamedTuple):
+  """One answer.
+
+  Attributes:
+    question: what was asked.
+    trajectory: prompt and completion, with the reward once there is one.
+    failure: why there is no reward; None before the answer is scored, too.
+  """
 
   question: Question
   trajectory: types.Trajectory
+  failure: service_lib.RewardFailure | None = None
+
+  @property
+  def name(self) -> str:
+    """The question's name, with "#" and a number for all but the first."""
+    name, sample = self.question.prompt.prompt_id, self.question.sample
+    return f"{name}#{sample}" if sample else name
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -123,33 +134,13 @@ class _Running:
   """An answer that is not complete.
 
   Attributes:
-    trajectory: as it was last reported.
+    turn: with the answer as it was last reported.
     replica: that writes it; None while it waits for one.
   """
 
   question: Question
-  trajectory: types.Trajectory
+  turn: messages.Turn
   replica: str | None = None
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class _Asked:
-  """What was asked at once.
-
-  Attributes:
-    running: the answers that are not complete, by index.
-    waiting: indices of those that wait for a replica, the next one last.
-    num_out: answers that each replica writes, by its name.
-  """
-
-  version: int
-  is_alone: bool
-  written: "queue.SimpleQueue[Written]"
-  running: dict[int, _Running]
-  waiting: list[int]
-  num_out: collections.Counter[str] = dataclasses.field(
-    default_factory=collections.Counter
-  )
 
 
 class Questions:
@@ -162,6 +153,7 @@ class Questions:
 
   Attributes:
     recorded_tokens: tokens of answers that replicas reported.
+    are_alone: whether groups have to wait.
   """
 
   def __init__(self, *, max_tokens: int, num_slots: int):
@@ -177,11 +169,11 @@ class Questions:
     self._most = max(1, num_slots // 2)
     self._lock = threading.Lock()
     self._indices = itertools.count(-1, -1)
-    self._asked: _Asked | None = None
+    self.ask((), 0, is_alone=False)
 
   def ask(
     self, questions: Iterable[Question], version: int, *, is_alone: bool
-  ) -> "queue.SimpleQueue[Written]":
+  ) -> "queue.SimpleQueue[Answer]":
     """Have questions answered, instead of those that were asked before.
 
     Args:
@@ -192,62 +184,38 @@ class Questions:
     Returns:
       The queue that gets the answers.
     """
-    written: queue.SimpleQueue[Written] = queue.SimpleQueue()
     with self._lock:
-      running = {
-        next(self._indices): _Running(
-          question=one,
-          trajectory=episode_lib.First(one.prompt.tokens).trajectory(
-            one.sample
-          ),
-        )
-        for one in questions
-      }
-      self._asked = _Asked(
-        version=version,
-        is_alone=is_alone,
-        written=written,
-        running=running,
-        waiting=list(running)[::-1],
-      )
-    return written
+      self.are_alone = is_alone
+      self._version = version
+      self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+      self._running: dict[int, _Running] = {}
+      for one in questions:
+        index = next(self._indices)
+        turn = turn_of(one, index, self._max_tokens, version=version)
+        self._running[index] = _Running(question=one, turn=turn)
+      # Those that wait for a replica, the next one last.
+      self._waiting = list(self._running)[::-1]
+      self._num_out: collections.Counter[str] = collections.Counter()
+      return self._answers
 
   def forget(self) -> None:
     """Let groups go on alone. Answers that are not complete are given up."""
-    with self._lock:
-      self._asked = None
-
-  @property
-  def are_alone(self) -> bool:
-    """Whether groups have to wait."""
-    asked = self._asked
-    return asked is not None and asked.is_alone
+    self.ask((), 0, is_alone=False)
 
   # -- the coordinator ------------------------------------------------------
 
   def admit(self, ask: messages.Ask) -> list[messages.Turn]:
     """Return answers to write for a replica that has room."""
     with self._lock:
-      asked, room = self._asked, ask.room
-      if asked is None or not asked.waiting or ask.version < asked.version:
-        return []
-      if not asked.is_alone:
-        room = min(room, self._most - asked.num_out[ask.replica])
+      room = ask.room if ask.version >= self._version else 0
+      if not self.are_alone:
+        room = min(room, self._most - self._num_out[ask.replica])
       turns = []
-      while asked.waiting and len(turns) < room:
-        index = asked.waiting.pop()
-        one = asked.running[index]
+      while self._waiting and len(turns) < room:
+        one = self._running[self._waiting.pop()]
         one.replica = ask.replica
-        turns.append(
-          turn_of(
-            one.question,
-            index,
-            self._max_tokens,
-            version=asked.version,
-            trajectory=one.trajectory,
-          )
-        )
-      asked.num_out[ask.replica] += len(turns)
+        turns.append(one.turn)
+      self._num_out[ask.replica] += len(turns)
       return turns
 
   def report(self, replica: str, written: messages.Written) -> bool:
@@ -258,32 +226,30 @@ class Questions:
       taken it over.
     """
     with self._lock:
-      asked = self._asked
-      one = asked and asked.running.get(written.group)
-      if asked is None or one is None or one.replica != replica:
+      one = self._running.get(written.group)
+      if one is None or one.replica != replica:
         return False
-      new = written.trajectory
-      assert written.begin == len(one.trajectory.tokens)
+      new, before = written.trajectory, one.turn.trajectory
+      assert written.begin == len(before.tokens)
       self.recorded_tokens += len(new.tokens)
-      (one.trajectory,) = running_group.joined(
-        [one.trajectory], [[running_group.Piece(replica, new)]]
+      (trajectory,) = running_group.joined(
+        [before], [[running_group.Piece(replica, new)]]
       )
+      one.turn = one.turn._replace(trajectory=trajectory)
       if new.finish_reason is not None:
-        del asked.running[written.group]
-        asked.num_out[replica] -= 1
-        asked.written.put(Written(one.question, one.trajectory))
+        del self._running[written.group]
+        self._num_out[replica] -= 1
+        self._answers.put(Answer(one.question, trajectory))
       return True
 
   def take_back(self, replica: str | None = None) -> None:
     """Let answers of a replica, or of all, wait for another one."""
     with self._lock:
-      if (asked := self._asked) is None:
-        return
-      for index, one in reversed(asked.running.items()):
+      for index, one in reversed(self._running.items()):
         if one.replica is not None and replica in (None, one.replica):
-          asked.num_out[one.replica] -= 1
+          self._num_out[one.replica] -= 1
           one.replica = None
-          asked.waiting.append(index)
+          self._waiting.append(index)
 
 
 def versions_of(trajectories: Iterable[types.Trajectory]) -> tuple[int, int]:

@@ -248,11 +248,6 @@ class Gate:
       self._is_stopping = True
       self._condition.notify_all()
 
-  def reopen(self) -> None:
-    """Undo `stop`, for a thread that starts anew."""
-    with self._condition:
-      self._is_stopping = self._has_ended = False
-
   @contextlib.contextmanager
   def paused(
     self, timeout_s: float, status: Callable[[], str]

@@ -17,19 +17,6 @@ _MAX_PIECES = 8
 HAD_FAILED = "the group had failed before the checkpoint"
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Failure:
-  """Why a group failed.
-
-  Attributes:
-    reason: one line for the ledger.
-    traceback: the traceback for the error message of the run.
-  """
-
-  reason: str
-  traceback: str
-
-
 class Piece(NamedTuple):
   """What a replica has reported of a trajectory since its report before.
 
@@ -70,7 +57,7 @@ class RunningGroup:
   unfinished: set[int] = dataclasses.field(default_factory=set)
   replica: str | None = None
   score: service_lib.ScoreHandle | None = None
-  failure: Failure | None = None
+  failure: service_lib.RewardFailure | None = None
   patience: supervisor_lib.Deadline | None = None
   # A member's trajectory is what is known of it and the pieces after that.
   _known: dict[int, types.Trajectory] = dataclasses.field(default_factory=dict)
@@ -249,10 +236,10 @@ def patience(
   return new_deadline(max_group_s) if max_group_s else None
 
 
-def overdue(max_group_s: float) -> Failure:
+def overdue(max_group_s: float) -> service_lib.RewardFailure:
   """Return the failure of a group that was not generated in time."""
   reason = f"not generated in {max_group_s:g} s (rollout.max_group_seconds)"
-  return Failure(reason=reason, traceback="")
+  return service_lib.RewardFailure(reason)
 
 
 def check_has_not_failed(group: types.RolloutGroup) -> None:
@@ -271,7 +258,9 @@ def check_has_not_failed(group: types.RolloutGroup) -> None:
     raise episode_lib.EpisodeError(HAD_FAILED)
 
 
-def failure_of(error: episode_lib.EpisodeError) -> Failure:
+def failure_of(error: episode_lib.EpisodeError) -> service_lib.RewardFailure:
   """Return the failure of a group one of whose episodes raised this error."""
   lines = traceback_lib.format_exception(error.__cause__ or error)
-  return Failure(reason=f"episode: {error}", traceback="".join(lines))
+  return service_lib.RewardFailure(
+    reason=f"episode: {error}", traceback="".join(lines)
+  )

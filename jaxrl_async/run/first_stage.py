@@ -51,8 +51,7 @@ def warm_start(
       _show_step, session, setup.config.warm_start.num_steps
     )
     params = assembly.warm_start(setup, show, session.progress.note)
-  if setup.model.lora is not None:
-    params = initial_params.with_adapters(params, setup)
+  params = initial_params.with_adapters(params, setup)
   trainer.start(initial_params.of_models(setup, params))
   if not trainer.has_base:
     return None

@@ -108,8 +108,7 @@ class _Follower:
   def _start(self, evaluated: Sequence[str]) -> None:
     setup = dataclasses.replace(self._setup, evaluated=frozenset(evaluated))
     params = assembly.warm_start(setup, lambda step, loss: None)
-    if setup.model.lora is not None:
-      params = initial_params.with_adapters(params, setup)
+    params = initial_params.with_adapters(params, setup)
     self._trainer.start(initial_params.of_models(setup, params))
 
   def _batch(self, batch: packing.PackedBatch) -> None:

@@ -36,10 +36,6 @@ _LOOK_S = 0.2
 _END_S = 5.0
 
 
-class _Dropped(Exception):
-  """An evaluation is to end, because the run ends."""
-
-
 @dataclasses.dataclass(kw_only=True)
 class _Now:
   """An evaluation that is under way.
@@ -49,22 +45,25 @@ class _Now:
     begun_s: when it began, by the clock of the run.
     num_wanted: number of answers.
     written: gets the answers.
+    is_alone: whether the run waits for it.
     answers: those that are scored.
     done: ends with the last of them.
-    is_alone: whether the run waits for it.
     is_dropped: whether it is to end.
   """
 
   step: int
   begun_s: float
   num_wanted: int
-  written: "queue.SimpleQueue[questions_lib.Written]"
-  answers: list[answers_lib.Answer]
-  done: "futures.Future[None]"
+  written: "queue.SimpleQueue[questions_lib.Answer]"
   is_alone: bool
+  answers: list[questions_lib.Answer] = dataclasses.field(default_factory=list)
+  done: "futures.Future[None]" = dataclasses.field(
+    default_factory=futures.Future
+  )
   is_dropped: bool = False
 
 
+@dataclasses.dataclass(kw_only=True)
 class RunEvaluations:
   """Evaluates the policy of a run, and writes the lines of its evaluations.
 
@@ -73,70 +72,40 @@ class RunEvaluations:
   Threads: the main thread, while the recorder writes nothing, except for
   `begin_first`, `waits_for` and `close`. A thread of each evaluation has its
   answers scored.
+
+  Attributes:
+    questions: of each evaluation, by the name of their set.
+    channel: says which versions cannot be read.
+    buffer: says in a stall what is awaited.
+    trainer: computes the logprobs of answers.
+    recorder: leaves the time of pauses out.
   """
 
-  def __init__(
-    self,
-    setup: setup_lib.Setup,
-    session: session_lib.Session,
-    questions: dict[str, list[questions_lib.Question]],
-    *,
-    thread: rollout_thread.RolloutThread,
-    rollout: rollout_side.RolloutSide,
-    rewards: service_lib.RewardService,
-    channel: weight_transfer.WeightChannel,
-    buffer: buffer_lib.Buffer,
-    trainer: trainer_lib.Trainer,
-    recorder: recorder_lib.Recorder,
-    writer: metrics_lib.MetricsWriter,
-    sampler: sampler_lib.Sampler,
-  ):
-    """Prepare evaluations.
-
-    Args:
-      setup: of the run.
-      session: of this start.
-      questions: of each evaluation, by the name of their set.
-      thread: of the rollout side.
-      rollout: answers the questions.
-      rewards: scores the answers.
-      channel: says which versions cannot be read.
-      buffer: says in a stall what is awaited.
-      trainer: computes the logprobs of answers.
-      recorder: leaves the time of pauses out.
-      writer: of the metrics.
-      sampler: writes some of the answers.
-    """
-    self._config = setup.config
-    self._workdir = session.workdir
-    self._tokenizer = setup.tokenizer
-    self._questions = questions
-    self._thread = thread
-    self._rollout = rollout
-    self._asked = rollout.coordinator.questions
-    self._rewards = rewards
-    self._channel = channel
-    self._buffer = buffer
-    self._trainer = trainer
-    self._recorder = recorder
-    self._writer = writer
-    self._sampler = sampler
-    self._stop = session.stop
-    self._note = session.progress.note
-    self._supervisor = session.shutdown.supervisor
-    self._now: _Now | None = None
+  setup: setup_lib.Setup
+  session: session_lib.Session
+  questions: dict[str, list[questions_lib.Question]]
+  thread: rollout_thread.RolloutThread
+  rollout: rollout_side.RolloutSide
+  rewards: service_lib.RewardService
+  channel: weight_transfer.WeightChannel
+  buffer: buffer_lib.Buffer
+  trainer: trainer_lib.Trainer
+  recorder: recorder_lib.Recorder
+  writer: metrics_lib.MetricsWriter
+  sampler: sampler_lib.Sampler
+  _now: _Now | None = None
 
   def is_due(self, step: int) -> bool:
     """Return whether the policy is evaluated after so many train steps."""
-    every = self._config.eval.every
+    every = self.setup.config.eval.every
     return self._is_end(step) or bool(every and step % every == 0)
 
   def _is_end(self, step: int) -> bool:
-    return step == 0 or step >= self._config.train.num_steps
+    return step == 0 or step >= self.setup.config.train.num_steps
 
   def waits_for(self, step: int) -> bool:
     """Return whether the evaluation of a step is a pause."""
-    config = self._config
+    config = self.setup.config
     is_synchronous = config.algorithm.max_staleness == 0
     return self.is_due(step) and (
       self._is_end(step) or is_synchronous or config.run.exact_resume
@@ -152,7 +121,7 @@ class RunEvaluations:
       Whether there is one, for which the run has to wait.
     """
     try:
-      past = summary_lib.read(self._workdir).evaluations
+      past = summary_lib.read(self.session.workdir).evaluations
     except FileNotFoundError:
       past = []
     done = {one.step: one for one in past}
@@ -164,9 +133,9 @@ class RunEvaluations:
       if not is_done:
         self._begin(step, is_alone=True)
       return not is_done
-    every = self._config.eval.every
+    every = self.setup.config.eval.every
     if every and max(done, default=-1) < (lost := step // every * every):
-      self._note(f"step {lost} has no evaluation")
+      self.session.progress.note(f"step {lost} has no evaluation")
     return False
 
   def begin(self, step: int) -> bool:
@@ -189,7 +158,7 @@ class RunEvaluations:
     return False
 
   def _begin(self, step: int, *, is_alone: bool) -> None:
-    questions = [one for s in self._questions.values() for one in s]
+    questions = [one for s in self.questions.values() for one in s]
     if self._is_end(step):
       questions += [
         one._replace(
@@ -198,49 +167,38 @@ class RunEvaluations:
             one.settings, samples=1, temperature=0.0
           ),
         )
-        for one in self._questions[evaluated_sets.HELD_OUT]
+        for one in self.questions[evaluated_sets.HELD_OUT]
         if one.sample == 0
       ]
     now = self._now = _Now(
       step=step,
-      begun_s=self._writer.totals()["run/wall_s"],
+      begun_s=self.writer.totals()["run/wall_s"],
       num_wanted=len(questions),
-      written=self._asked.ask(questions, step, is_alone=is_alone),
-      answers=[],
-      done=futures.Future(),
+      written=self.rollout.coordinator.questions.ask(
+        questions, step, is_alone=is_alone
+      ),
       is_alone=is_alone,
     )
-
     supervisor_lib.start_thread(
       "evaluation", lambda: self._score(now), now.done.set_exception
     )
 
   def _score(self, now: _Now) -> None:
     """Have the answers scored as they arrive; a thread of its own does it."""
-    with contextlib.suppress(_Dropped):
+
+    def check() -> None:
+      if now.is_dropped:
+        raise supervisor_lib.Interrupted
+
+    with contextlib.suppress(supervisor_lib.Interrupted):
       for answer in answers_lib.scored(
-        self._written(now),
-        tokenizer=self._tokenizer,
-        rewards=self._rewards,
-        num_slots=self._config.rollout.num_slots,
-        check=lambda: self._check(now),
+        _written(now),
+        rewards=self.rewards,
+        num_slots=self.setup.config.rollout.num_slots,
+        check=check,
       ):
         now.answers.append(answer)
     now.done.set_result(None)
-
-  def _written(self, now: _Now) -> Iterator[list[questions_lib.Written]]:
-    for _ in range(now.num_wanted):
-      while True:
-        self._check(now)
-        try:
-          yield [now.written.get(timeout=_LOOK_S)]
-          break
-        except queue.Empty:
-          yield []  # the scores of others may have arrived
-
-  def _check(self, now: _Now) -> None:
-    if now.is_dropped:
-      raise _Dropped
 
   def look(self) -> None:
     """Write the line of an evaluation that is done.
@@ -264,27 +222,27 @@ class RunEvaluations:
       StallError: nothing has moved for `run.stall_timeout_s`.
     """
     if (now := self._now) is None:
-      return not self._stop.is_set
-    watch = self._thread.watch()
+      return not self.session.stop.is_set
+    watch = self.thread.watch()
     while not now.done.done():
-      if self._stop.is_set:
+      if self.session.stop.is_set:
         self.close()
         return False
-      self._supervisor.check()
+      self.session.shutdown.supervisor.check()
       # Beside training, the next version answers too.
-      if now.is_alone and self._channel.unreadable >= now.step:
+      if now.is_alone and self.channel.unreadable >= now.step:
         raise weight_transfer.UnreadableVersionError(
           f"version {now.step} of the weights cannot be read; start again, to"
           " go on from the last checkpoint"
         )
-      self._thread.check(
+      self.thread.check(
         watch,
         len(now.answers),
         lambda: [
           f"training waits for the evaluation of step {now.step} since"
           f" {watch.age_s:.1f} s",
-          self._rollout.status(),
-          *self._buffer.waiting(),
+          self.rollout.status(),
+          *self.buffer.waiting(),
         ],
       )
       futures.wait([now.done], _LOOK_S)
@@ -293,13 +251,13 @@ class RunEvaluations:
 
   def in_a_pause(self) -> bool:
     """Wait as `finish` does, and leave the time out of that of training."""
-    with self._recorder.evaluating():
+    with self.recorder.evaluating():
       return self.finish()
 
   def close(self) -> None:
     """Drop an evaluation that is under way."""
     now, self._now = self._now, None
-    self._asked.forget()
+    self.rollout.coordinator.questions.forget()
     if now is not None:
       now.is_dropped = True
       futures.wait([now.done], _END_S)
@@ -308,11 +266,15 @@ class RunEvaluations:
     """Write an evaluation to the samples and the metrics."""
     self._now = None
     now.done.result()
-    found = evaluated_sets.measured(now.answers, self._config.task.solved_score)
+    found = evaluated_sets.measured(
+      now.answers, self.setup.config.task.solved_score
+    )
     versions = questions_lib.versions_of(a.trajectory for a in now.answers)
-    self._sampler.write_evaluation(now.step, found[evaluated_sets.HELD_OUT])
-    self._note(f"step {now.step}: {evaluated_sets.describe(found)}")
-    self._writer.write_evaluation(
+    self.sampler.write_evaluation(now.step, found[evaluated_sets.HELD_OUT])
+    self.session.progress.note(
+      f"step {now.step}: {evaluated_sets.describe(found)}"
+    )
+    self.writer.write_evaluation(
       now.step,
       {
         "eval/begun_s": now.begun_s,
@@ -322,7 +284,7 @@ class RunEvaluations:
         **self._mismatch(now.step, versions, found),
       },
     )
-    self._asked.forget()
+    self.rollout.coordinator.questions.forget()
 
   def _mismatch(
     self,
@@ -331,12 +293,24 @@ class RunEvaluations:
     found: dict[str, evaluated_sets.Evaluation],
   ) -> dict[str, float]:
     """Compare engine and trainer, if they have the same weights."""
-    config = self._config
+    config = self.setup.config
     is_comparable = config.eval.temperature == config.rollout.temperature
     is_same = self.waits_for(step) and versions == (step, step)
     if not (is_comparable and is_same):
       return {}
     kl = evaluated_sets.mismatch_kl(
-      found[evaluated_sets.HELD_OUT].trajectories, self._trainer.logprobs
+      [one.trajectory for one in found[evaluated_sets.HELD_OUT].first],
+      self.trainer.logprobs,
     )
     return {"eval/mismatch_kl": kl}
+
+
+def _written(now: _Now) -> Iterator[list[questions_lib.Answer]]:
+  """Yield the answers as they arrive, and nothing if none does for a while."""
+  num_missing = now.num_wanted
+  while num_missing:
+    found = []  # even then, the scores of others may have arrived
+    with contextlib.suppress(queue.Empty):
+      found.append(now.written.get(timeout=_LOOK_S))
+    num_missing -= len(found)
+    yield found

@@ -119,23 +119,19 @@ class Sampler:
     """
     if not self._num_groups:
       return
-    rows = []
-    for prompt, trajectory in zip(
-      evaluation.prompts[:_MAX_EVALUATED],
-      evaluation.trajectories,
-      strict=False,
-    ):
-      failure = evaluation.failures.get(prompt.prompt_id, "")
-      rows.append(
-        {
-          "step": step,
-          "fate": "evaluated",
-          "chosen": "",
-          "group": None,
-          "prompt_id": prompt.prompt_id,
-          **self._row(prompt, trajectory, failure),
-        }
-      )
+    rows = [
+      {
+        "step": step,
+        "fate": "evaluated",
+        "chosen": "",
+        "group": None,
+        "prompt_id": prompt.prompt_id,
+        **self._row(prompt, trajectory, failure.reason if failure else ""),
+      }
+      for (*_, prompt, _), trajectory, failure in evaluation.first[
+        :_MAX_EVALUATED
+      ]
+    ]
     part = samples_lib.Part(samples_lib.EVAL, step)
     with self._side_outputs.attempt(_NAME):
       self._files.write(part, rows)

@@ -333,9 +333,9 @@ def _build(
     stall_timeout_s=rollout_start.stall_timeout_s(config, channel),
   )
   evaluations = run_evaluations.RunEvaluations(
-    setup,
-    session,
-    questions,
+    setup=setup,
+    session=session,
+    questions=questions,
     thread=thread,
     rollout=rollout,
     rewards=rewards,

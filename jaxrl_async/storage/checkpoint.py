@@ -8,10 +8,11 @@
 
 A checkpoint is written under a temporary name, sealed by its manifest and then
 renamed. A directory named by its step is therefore complete, and a crash before
-the rename leaves the previous checkpoint as the newest. A checkpoint that no
-longer matches its manifest raises an error, and is never read. `newest_whole`
-finds the newest one that is whole, and `set_aside` renames newer ones. Nothing
-is pickled.
+the rename leaves the previous checkpoint as the newest. While another one takes
+its place, a checkpoint is called `<step>.old`. A checkpoint that no longer
+matches its manifest raises an error, and is never read. `newest_whole` finds
+the newest one that is whole, and `set_aside` renames newer ones. Nothing is
+pickled.
 
 `begin` copies what a checkpoint holds into host memory, but for the arrays of
 trajectories, which are there and do not change. What it returns does the rest,
@@ -19,10 +20,11 @@ possibly in another thread: it writes, computes the digests, and renames. Only
 one checkpoint of a directory may be between the two.
 
 One process writes, under a claim on the workdir. Any number of processes may
-read at the same time without changing anything; see `read_newest`. If several
-processes train together, the train state is written and read by all of them,
-each its own part. Process 0 calls `begin` and `restore`. The others call
-`begin_arrays` and `restore_arrays` when it says so.
+read at the same time without changing anything; see `read_newest`. A reader
+holds a shared lock on the manifest, and the writer removes only what it can
+lock exclusively. If several processes train together, the train state is
+written and read by all of them, each its own part. Process 0 calls `begin` and
+`restore`. The others call `begin_arrays` and `restore_arrays` when it says so.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,12 +32,13 @@ import contextlib
 import fcntl
 import itertools
 import json
+import logging
 import os
 import pathlib
 import shutil
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
-from jaxrl_async.storage import checkpoint_places as places
+from jaxrl_async.config import sections
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import outstanding as outstanding_lib
@@ -47,11 +50,11 @@ Announce = Callable[[pathlib.Path], None]
 # The format is raised when earlier code would misread the stored files.
 FORMAT = 1
 _DAMAGED = ".damaged"
+_OLD = ".old"
 
-CheckpointError = places.CheckpointError
-recover = places.recover
-make_ready = places.make_ready
-steps = places.steps
+
+class CheckpointError(sections.ConfigError):
+  """A checkpoint cannot be written or read; the message is one line."""
 
 
 class DamagedError(CheckpointError):
@@ -119,24 +122,13 @@ def save(
   train_state: Any,
   host_state: dict[str, Any],
   groups: list[outstanding_lib.OutstandingGroup],
-  *,
-  keep: int = 2,
-  announce: Announce = lambda path: None,
+  **options: Any,
 ) -> None:
   """Write a checkpoint, and wait until it has reached the disk.
 
   The arguments and exceptions are those of `begin`, and of what that returns.
   """
-  finish = begin(
-    directory,
-    step,
-    train_state,
-    host_state,
-    groups,
-    keep=keep,
-    announce=announce,
-  )
-  finish()
+  begin(directory, step, train_state, host_state, groups, **options)()
 
 
 def begin(
@@ -183,7 +175,7 @@ def begin(
     files = outstanding_lib.packed(groups)
     files["host_state.json"] = [json.dumps(host_state).encode()]
     layout = pytree_files.layout(pytree_files.named_leaves(train_state))
-    places.make_ready(directory)
+    make_ready(directory)
     incomplete.mkdir()
     # This comes last, so that nothing can raise during its background write.
     announce(incomplete / "train_state")
@@ -197,7 +189,7 @@ def begin(
         disk.write_pieces(incomplete / name, pieces)
       about = {"format": FORMAT, "step": step, "layout": layout}
       manifest.write(incomplete, about, sync=True, on_part=on_part)
-      places.put_in_place(directory, step, keep)
+      _put_in_place(directory, step, keep)
 
   return Write(incomplete, finish)
 
@@ -241,7 +233,7 @@ def unsealed(directory: pathlib.Path) -> list[pathlib.Path]:
   """
   return [
     directory / name
-    for name in places.names(directory)
+    for name in _names(directory)
     if name.isdecimal() and not (directory / name / manifest.NAME).exists()
   ]
 
@@ -264,21 +256,21 @@ def read_newest(
   """
   directory = pathlib.Path(directory).absolute()
   while (step := latest(directory)) is not None:
-    path = places.path_of(directory, step)
+    path = _path_of(directory, step)
     try:
       lock = open(path / manifest.NAME, "rb")
     except FileNotFoundError:
       continue
     with lock:
-      places.lock_manifest(lock, fcntl.LOCK_SH)
+      _lock_manifest(lock, fcntl.LOCK_SH)
       try:
         result = read(step)
       except (CheckpointError, OSError, ValueError):
         # Orbax raises a ValueError for arrays that have vanished.
-        if places.is_at(path, lock) and latest(directory) == step:
+        if _is_at(path, lock) and latest(directory) == step:
           raise
         continue
-      if places.is_at(path, lock):
+      if _is_at(path, lock):
         return step, result
   return None
 
@@ -290,7 +282,7 @@ def verify(directory: pathlib.Path, step: int) -> Verified:
     DamagedError: a file is missing, was added or has changed.
     CheckpointError: it is of a newer version.
   """
-  path = places.path_of(directory, step)
+  path = _path_of(directory, step)
   try:
     marks = manifest.marks(path)
     about = manifest.verify(path)
@@ -331,16 +323,14 @@ def host_state(
     DamagedError: a file is missing, was added or has changed.
     CheckpointError: it is of a newer version.
   """
-  path = places.path_of(directory, step)
+  path = _path_of(directory, step)
   _about(path, step, verified)
   return json.loads((path / "host_state.json").read_text())
 
 
 def group_records(directory: pathlib.Path, step: int) -> list[dict[str, Any]]:
   """Return the stored records of the outstanding groups, without arrays."""
-  return json.loads(
-    (places.path_of(directory, step) / "groups.json").read_text()
-  )
+  return json.loads((_path_of(directory, step) / "groups.json").read_text())
 
 
 def restore(
@@ -370,17 +360,13 @@ def restore(
     CheckpointError: a file is missing, was added or has changed, even by one
       bit, or the stored leaves are not those of the abstract state.
   """
-  path = places.path_of(directory, step)
+  path = _path_of(directory, step)
   about = _about(path, step, verified)
   _check_layout(about, step, abstract_train_state)
   announce(path)
   train_state = pytree_files.load(path / "train_state", abstract_train_state)
   host_state = json.loads((path / "host_state.json").read_text())
-  try:
-    groups = outstanding_lib.read(path)
-  except outstanding_lib.OutstandingError as error:
-    raise CheckpointError(f"checkpoint of step {step}: {error}") from error
-  return train_state, host_state, groups
+  return train_state, host_state, outstanding_lib.read(path)
 
 
 def check_layout(
@@ -388,16 +374,11 @@ def check_layout(
 ) -> None:
   """Check the names, shapes and dtypes of a checkpoint; no array is read.
 
-  Args:
-    directory: directory of the checkpoints.
-    step: step of the checkpoint; see `latest`.
-    abstract_train_state: as in `restore`.
-
   Raises:
     CheckpointError: there is no such checkpoint, or the stored leaves are not
       those of the abstract state.
   """
-  path = places.path_of(directory, step)
+  path = _path_of(directory, step)
   try:
     about = manifest.about(path)
   except (OSError, ValueError, LookupError, TypeError) as error:
@@ -440,7 +421,7 @@ def restore_params(
   Raises:
     CheckpointError: the checkpoint is damaged or of another architecture.
   """
-  path = places.path_of(directory, step)
+  path = _path_of(directory, step)
   about = _about(path, step, verified)
   found = about["layout"]
   parts = [f"models.policy.{part}." for part in ("trainable", "frozen")]
@@ -463,11 +444,7 @@ def restore_params(
 
 
 def _readable(about: Any, path: pathlib.Path, step: int) -> dict[str, Any]:
-  """Return what a manifest says, if it is of a checkpoint that can be read.
-
-  Raises:
-    CheckpointError: it has another format, or belongs to another step.
-  """
+  """Return what a manifest says, if it is of a checkpoint that can be read."""
   if not isinstance(about, dict) or not {"step", "layout"} <= about.keys():
     raise CheckpointError(f"{path} is not a checkpoint")
   if about.get("format") != FORMAT:
@@ -542,7 +519,7 @@ def set_aside(directory: pathlib.Path, damaged: Sequence[int]) -> None:
     return
   before = [*directory.glob(f"*{_DAMAGED}")]
   for step in damaged:
-    for name in (f"{step}", f"{step}{places.OLD}"):
+    for name in (f"{step}", f"{step}{_OLD}"):
       target = directory / f"{name}{_DAMAGED}"
       shutil.rmtree(target, ignore_errors=True)
       if (directory / name).exists():
@@ -550,3 +527,137 @@ def set_aside(directory: pathlib.Path, damaged: Sequence[int]) -> None:
   for path in before:
     if int(path.name.partition(".")[0]) not in damaged:
       shutil.rmtree(path, ignore_errors=True)
+
+
+# -- where checkpoints lie ----------------------------------------------------
+
+
+def _names(directory: pathlib.Path) -> list[str]:
+  """Return the names in a directory, which need not exist.
+
+  Raises:
+    CheckpointError: the directory exists but cannot be read.
+  """
+  try:
+    return sorted(os.listdir(directory))
+  except FileNotFoundError:
+    if directory.is_symlink():
+      raise CheckpointError(
+        f"{directory} is a link to {os.readlink(directory)}, which does not"
+        " exist; is its disk mounted?"
+      ) from None
+    return []
+  except OSError as error:
+    raise CheckpointError(
+      f"{directory} cannot be read ({error.strerror})"
+    ) from error
+
+
+def _path_of(directory: pathlib.Path, step: int) -> pathlib.Path:
+  """Return the path of a checkpoint.
+
+  A crash may have left it complete but under the name `<step>.old`.
+  """
+  path = pathlib.Path(directory).absolute() / str(step)
+  aside = path.with_suffix(_OLD)
+  return aside if not path.exists() and aside.exists() else path
+
+
+def _is_at(path: pathlib.Path, lock: IO[bytes]) -> bool:
+  """Return whether the checkpoint at a path still has this open manifest."""
+  try:
+    found = os.stat(path / manifest.NAME)
+  except FileNotFoundError:
+    return False
+  return os.path.samestat(found, os.fstat(lock.fileno()))
+
+
+def _lock_manifest(manifest_file: IO[bytes], how: int) -> bool:
+  """Lock a manifest; return False if another process holds it.
+
+  On a file system without locks the result is True. Readers then rely on
+  `read_newest`, which reads again if a checkpoint has vanished.
+  """
+  try:
+    fcntl.flock(manifest_file, how)
+  except OSError as error:
+    return not isinstance(error, BlockingIOError)
+  return True
+
+
+def _remove_unread(path: pathlib.Path) -> None:
+  """Remove a checkpoint unless a process reads it.
+
+  In that case a later `save` removes it.
+  """
+  with open(path / manifest.NAME, "r+b") as lock:
+    if _lock_manifest(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+      _remove(path)
+
+
+def _remove(path: pathlib.Path) -> None:
+  """Remove a checkpoint, whose name goes first: half of it is none."""
+  shutil.rmtree(path.rename(path.with_suffix(".removed")))
+
+
+def steps(directory: pathlib.Path) -> list[int]:
+  """Return the steps that have a sealed checkpoint, in ascending order."""
+  found = {name.removesuffix(_OLD) for name in _names(directory)}
+  return sorted(
+    int(step)
+    for step in found
+    if step.isdecimal()
+    and (_path_of(directory, int(step)) / manifest.NAME).exists()
+  )
+
+
+def recover(directory: pathlib.Path) -> None:
+  """Rename back a complete checkpoint that a crash left as `<step>.old`.
+
+  That happens if the writer is killed between its two renames. Only the process
+  that writes may call this function. Readers find the checkpoint under either
+  name.
+  """
+  for replaced in directory.glob(f"*{_OLD}"):
+    if not replaced.with_suffix("").exists():
+      replaced.rename(replaced.with_suffix(""))
+
+
+def make_ready(directory: pathlib.Path) -> None:
+  """Create the directory, or remove what a crash has left in it."""
+  if not directory.is_dir():
+    directory.mkdir(parents=True)
+    disk.sync_names(directory.parent)
+  recover(directory)
+  for leftover in directory.glob("*.incomplete"):
+    shutil.rmtree(leftover)
+  for path in (*directory.glob("*.removed"), *directory.glob(f"*{_OLD}")):
+    with _staying():
+      (_remove if path.suffix == _OLD else shutil.rmtree)(path)
+
+
+def _put_in_place(directory: pathlib.Path, step: int, keep: int) -> None:
+  """Give a sealed checkpoint its name, and remove all but the newest ones."""
+  target, replaced = directory / str(step), directory / f"{step}{_OLD}"
+  if target.exists():
+    target.rename(replaced)
+  (directory / f"{step}.incomplete").rename(target)
+  disk.sync_names(directory)
+  if replaced.exists():
+    with _staying():
+      _remove(replaced)
+  for old in steps(directory)[:-keep]:
+    with _staying():
+      _remove_unread(directory / str(old))
+
+
+@contextlib.contextmanager
+def _staying() -> Iterator[None]:
+  """Let an old checkpoint stay that cannot be removed, until the next save.
+
+  The new one is on the disk, and does not fail because of it.
+  """
+  try:
+    yield
+  except OSError as error:
+    logging.warning("an old checkpoint could not be removed: %s", error)

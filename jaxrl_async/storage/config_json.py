@@ -25,27 +25,7 @@ class TornError(sections.ConfigError):
   """config.json is not JSON, as a loss of power may leave it."""
 
 
-def plain(value: Any) -> Any:
-  """Return a value of a config as JSON can hold it."""
-  if dataclasses.is_dataclass(value):
-    return to_dict(value)
-  if isinstance(value, enum.Enum):
-    return value.value
-  if isinstance(value, config_dict.ConfigDict):
-    value = value.to_dict()
-  if isinstance(value, dict):
-    return {key: plain(item) for key, item in value.items()}
-  if isinstance(value, tuple | list):
-    return [plain(item) for item in value]
-  return value
-
-
-def to_dict(section: Any) -> dict[str, Any]:
-  """Return a config or section with enums as values and tuples as lists."""
-  return {
-    field.name: plain(getattr(section, field.name))
-    for field in dataclasses.fields(section)
-  }
+to_dict = fields_lib.plain  # of a config or a section of it
 
 
 def from_dict(values: dict[str, Any]) -> sections.Config:
@@ -95,7 +75,7 @@ def differences(
   return {
     x.path: (x.value, y.value)
     for x, y in zip(fields_lib.walk(a), fields_lib.walk(b), strict=True)
-    if plain(x.value) != plain(y.value)
+    if fields_lib.plain(x.value) != fields_lib.plain(y.value)
   }
 
 

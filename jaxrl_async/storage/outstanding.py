@@ -26,11 +26,12 @@ from jaxrl_async.types import (
   Trajectory,
 )
 
+_ARRAYS = ("prompt_tokens", *TOKEN_ARRAYS)
 ADMISSION_FIELDS = tuple(x.name for x in dataclasses.fields(Admission))
 
 
 class OutstandingError(ValueError):
-  """Groups cannot be stored, or stored groups are incomplete."""
+  """Groups cannot be stored."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -66,13 +67,33 @@ def packed(groups: list[OutstandingGroup]) -> dict[str, disk.Pieces]:
   Raises:
     OutstandingError: a group cannot be stored.
   """
-  records, arrays = _pack(groups)
+  arrays: dict[str, list[np.ndarray]] = {name: [] for name in _ARRAYS}
+  records = []
+  for outstanding in groups:
+    group = outstanding.group
+    records.append(
+      {
+        **dataclasses.asdict(outstanding.admission),
+        "status": outstanding.status,
+        "group": None if group is None else _group_record(group),
+      }
+    )
+    if group is None:
+      continue
+    arrays["prompt_tokens"].append(group.prompt.tokens)
+    for trajectory in group.trajectories:
+      for field in TOKEN_ARRAYS:
+        array = getattr(trajectory, field)
+        if array.shape != trajectory.tokens.shape:
+          raise OutstandingError(
+            f"group {group.index} member {trajectory.member}: {field} is "
+            f"{array.shape}, tokens are {trajectory.tokens.shape}"
+          )
+        arrays[field].append(array)
   files: dict[str, disk.Pieces] = {
     "groups.json": [json.dumps(records).encode()]
   }
-  for field, pieces in arrays.items():
-    files[f"{field}.npy"] = _npy(field, pieces)
-  return files
+  return files | {f"{name}.npy": _npy(name, x) for name, x in arrays.items()}
 
 
 def _npy(field: str, pieces: list[np.ndarray]) -> disk.Pieces:
@@ -99,48 +120,26 @@ def _npy(field: str, pieces: list[np.ndarray]) -> disk.Pieces:
 
 
 def read(directory: pathlib.Path) -> list[OutstandingGroup]:
-  """Read the groups that `write` stored, bit for bit.
-
-  Raises:
-    OutstandingError: a group was stored without its item.
-  """
+  """Read the groups that `write` stored, bit for bit."""
   records = json.loads((directory / "groups.json").read_text())
   arrays = {
-    field: np.load(directory / f"{field}.npy", allow_pickle=False)
-    for field in ("prompt_tokens", *TOKEN_ARRAYS)
+    name: np.load(directory / f"{name}.npy", allow_pickle=False)
+    for name in _ARRAYS
   }
-  return _unpack(records, arrays)
-
-
-def _pack(
-  groups: list[OutstandingGroup],
-) -> tuple[list[dict[str, Any]], dict[str, list[np.ndarray]]]:
-  """Return JSON records, and for each field all of its arrays."""
-  pieces: dict[str, list[np.ndarray]] = {"prompt_tokens": []}
-  pieces |= {field: [] for field in TOKEN_ARRAYS}
-  records = []
-  for outstanding in groups:
-    group = outstanding.group
-    records.append(
-      {
-        **dataclasses.asdict(outstanding.admission),
-        "status": outstanding.status,
-        "group": None if group is None else _group_record(group),
-      }
+  present = [r["group"] for r in records if r["group"] is not None]
+  lengths = [t["num_tokens"] for g in present for t in g["trajectories"]]
+  pieces = {field: _cut(arrays[field], lengths) for field in TOKEN_ARRAYS}
+  pieces["prompt_tokens"] = _cut(
+    arrays["prompt_tokens"], [g["num_prompt_tokens"] for g in present]
+  )
+  return [
+    OutstandingGroup(
+      admission=read_admission(record),
+      status=record["status"],
+      group=record["group"] and _read_group(record["group"], pieces),
     )
-    if group is None:
-      continue
-    pieces["prompt_tokens"].append(group.prompt.tokens)
-    for trajectory in group.trajectories:
-      for field in TOKEN_ARRAYS:
-        array = getattr(trajectory, field)
-        if array.shape != trajectory.tokens.shape:
-          raise OutstandingError(
-            f"group {group.index} member {trajectory.member}: {field} is "
-            f"{array.shape}, tokens are {trajectory.tokens.shape}"
-          )
-        pieces[field].append(array)
-  return records, pieces
+    for record in records
+  ]
 
 
 def _group_record(group: RolloutGroup) -> dict[str, Any]:
@@ -164,14 +163,14 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
         "finish_reason": trajectory.finish_reason,
         "writers": trajectory.writers,
         "cache_builds": trajectory.cache_builds,
-        "reward": reward_record(trajectory.reward),
+        "reward": _reward_record(trajectory.reward),
       }
       for trajectory in group.trajectories
     ],
   }
 
 
-def reward_record(reward: Reward | None) -> dict[str, Any] | None:
+def _reward_record(reward: Reward | None) -> dict[str, Any] | None:
   """Return a reward as JSON."""
   if reward is None:
     return None
@@ -198,8 +197,8 @@ def read_token_scores(record: list[Any] | None) -> dict[int, float] | None:
   return None if record is None else {at: x for at, x in record}
 
 
-def read_reward(record: dict[str, Any] | None) -> Reward | None:
-  """Invert `reward_record`."""
+def _read_reward(record: dict[str, Any] | None) -> Reward | None:
+  """Invert `_reward_record`."""
   if record is None:
     return None
   return Reward(
@@ -210,46 +209,15 @@ def read_reward(record: dict[str, Any] | None) -> Reward | None:
   )
 
 
-def _unpack(
-  records: list[dict[str, Any]],
-  arrays: dict[str, np.ndarray],
-) -> list[OutstandingGroup]:
-  """Invert `_pack`."""
-  present = [r["group"] for r in records if r["group"] is not None]
-  prompts = _cut(
-    arrays["prompt_tokens"], [g["num_prompt_tokens"] for g in present]
-  )
-  lengths = [t["num_tokens"] for g in present for t in g["trajectories"]]
-  pieces = {field: _cut(arrays[field], lengths) for field in TOKEN_ARRAYS}
-  groups = []
-  for record in records:
-    group = record["group"]
-    if group is not None:
-      group = _read_group(group, next(prompts), pieces)
-    groups.append(
-      OutstandingGroup(
-        admission=read_admission(record), status=record["status"], group=group
-      )
-    )
-  return groups
-
-
 def read_admission(record: dict[str, Any]) -> Admission:
   """Return the admission from a record that holds other fields too."""
   return Admission(**{name: record[name] for name in ADMISSION_FIELDS})
 
 
 def _read_group(
-  record: dict[str, Any],
-  prompt_tokens: np.ndarray,
-  pieces: dict[str, Iterator[np.ndarray]],
+  record: dict[str, Any], pieces: dict[str, Iterator[np.ndarray]]
 ) -> RolloutGroup:
   """Return one group, taking its arrays from the iterators in `pieces`."""
-  if "item" not in record:
-    raise OutstandingError(
-      f"group {record['index']} was stored without its question,"
-      f" {record['prompt_id']}; start in an empty workdir"
-    )
   trajectories = []
   for trajectory in record["trajectories"]:
     reason = trajectory["finish_reason"]
@@ -257,12 +225,9 @@ def _read_group(
       Trajectory(
         member=trajectory["member"],
         finish_reason=None if reason is None else FinishReason(reason),
-        reward=read_reward(trajectory["reward"]),
-        # Older records do not have them.
-        writers=tuple((n, k) for n, k in trajectory.get("writers", ())),
-        cache_builds=tuple(
-          CacheBuild(*build) for build in trajectory.get("cache_builds", ())
-        ),
+        reward=_read_reward(trajectory["reward"]),
+        writers=tuple((n, k) for n, k in trajectory["writers"]),
+        cache_builds=tuple(CacheBuild(*x) for x in trajectory["cache_builds"]),
         **{field: next(pieces[field]) for field in TOKEN_ARRAYS},
       )
     )
@@ -270,7 +235,7 @@ def _read_group(
     admission=read_admission(record),
     prompt=Prompt(
       prompt_id=record["prompt_id"],
-      tokens=prompt_tokens,
+      tokens=next(pieces["prompt_tokens"]),
       item=item_json.decode(record["item"]),
     ),
     trajectories=trajectories,

@@ -7,15 +7,11 @@ It trains as the warm start of a run does, on the same section of the config.
 import pathlib
 from typing import Any
 
-import jax
-
 from jaxrl_async.assembly import assembly
-from jaxrl_async.assembly import checks
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.models import transformer
 from jaxrl_async.supervised import supervised
 from jaxrl_async.training import packing
 from jaxrl_async.training import sft
@@ -29,17 +25,8 @@ def fine_tune(
 ) -> dict[str, Any]:
   """Start or continue a supervised fine-tuning, and return its summary.
 
-  Args:
-    config: its section `warm_start` says how to train; `model`, `task`, `mesh`
-      and `train` say what, on what, and in which shapes.
-    workdir: directory of this fine-tuning alone.
-    source: the source of the examples; None is the dataset of `task.dataset`.
-
-  Raises:
-    ConfigError: a setting is wrong, or the workdir cannot be used with it.
-    Interrupted: a signal asked to stop. The same call continues.
-    WarmStartError: too many updates in a row were not finite.
-    StorageError: a file could not be written.
+  The arguments and exceptions are those of `supervised.train`, with the section
+  `warm_start`.
   """
   section = config.warm_start
   sections.require(
@@ -56,13 +43,12 @@ def fine_tune(
     "warm_start.optimizer.name",
     f"{section.optimizer.name.value} cannot train adapters; use adamw",
   )
-  setup = checks.checked(
-    config, jax.devices(), source=source, is_supervised=True
-  )
-  return supervised.train(setup, _worked_solutions(setup), workdir)
+  return supervised.train(config, workdir, _worked_solutions, source=source)
 
 
-def _worked_solutions(setup: setup_lib.Setup) -> supervised.Recipe:
+def _worked_solutions(
+  setup: setup_lib.Setup,
+) -> tuple[setup_lib.Setup, supervised.Recipe]:
   """Return the recipe of the warm start."""
 
   def packed(
@@ -76,16 +62,12 @@ def _worked_solutions(setup: setup_lib.Setup) -> supervised.Recipe:
       " than train.tokens_per_row and were left out"
     ]
 
-  def first_params() -> transformer.Params:
-    params = initial_params.before_training(setup)
-    if setup.model.lora is None:
-      return params
-    return initial_params.with_adapters(params, setup)
-
-  return supervised.Recipe(
+  return setup, supervised.Recipe(
     kind=supervised.SFT,
     section=setup.config.warm_start,
     objective=sft.NEXT_TOKEN,
     packed=packed,
-    first_params=first_params,
+    first_params=lambda: initial_params.with_adapters(
+      initial_params.before_training(setup), setup
+    ),
   )

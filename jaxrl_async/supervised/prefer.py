@@ -9,13 +9,11 @@ training on as many tokens.
 """
 
 from collections.abc import Callable
+import functools
 import pathlib
 from typing import Any
 
-import jax
-
 from jaxrl_async.assembly import assembly
-from jaxrl_async.assembly import checks
 from jaxrl_async.assembly import config_checks
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
@@ -38,39 +36,27 @@ def prefer(
 ) -> dict[str, Any]:
   """Start or continue a training on preferences, and return its summary.
 
-  Args:
-    config: its section `preference` says how to train; `model`, `task`, `mesh`
-      and `train` say what, on what, and in which shapes.
-    workdir: directory of this training alone.
-    source: the source of the pairs; None is the dataset of `task.dataset`.
-
-  Raises:
-    ConfigError: a setting is wrong, the data has no pairs, or the workdir
-      cannot be used.
-    Interrupted: a signal asked to stop. The same call continues.
-    WarmStartError: too many updates in a row were not finite.
-    StorageError: a file could not be written.
+  The arguments and exceptions are those of `supervised.train`, with the section
+  `preference`.
   """
   config_checks.check_preference(config)
-  setup = checks.checked(
-    config, jax.devices(), source=source, is_supervised=True
-  )
+  return supervised.train(config, workdir, _recipe, source=source)
 
-  def first_params() -> transformer.Params:
-    params = starting_policy(setup)
-    if setup.model.lora is None:
-      return params
-    return initial_params.with_adapters(params, setup)
 
-  recipe = supervised.Recipe(
+def _recipe(
+  setup: setup_lib.Setup,
+) -> tuple[setup_lib.Setup, supervised.Recipe]:
+  section = setup.config.preference
+  return setup, supervised.Recipe(
     kind=_KIND,
-    section=config.preference,
-    objective=preference_objectives.preference(config.preference),
-    packed=lambda split, num_examples: packed_pairs(setup, split, num_examples),
-    first_params=first_params,
+    section=section,
+    objective=preference_objectives.preference(section),
+    packed=functools.partial(packed_pairs, setup),
+    first_params=lambda: initial_params.with_adapters(
+      starting_policy(setup), setup
+    ),
     needs_reference=True,
   )
-  return supervised.train(setup, recipe, workdir)
 
 
 def starting_policy(setup: setup_lib.Setup) -> transformer.Params:

@@ -20,7 +20,6 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.assembly import assembly
-from jaxrl_async.assembly import checks
 from jaxrl_async.assembly import config_checks
 from jaxrl_async.assembly import continued_settings
 from jaxrl_async.assembly import initial_params
@@ -58,39 +57,32 @@ def train(
 ) -> dict[str, Any]:
   """Start or continue the training of a reward model.
 
-  Args:
-    config: its section `preference` says how to train; `model`, `task`, `mesh`
-      and `train` say what, on what, and in which shapes.
-    workdir: directory of this training alone.
-    source: the source of the data; None is the dataset of `task.dataset`.
-
-  Returns:
-    The summary.
-
-  Raises:
-    ConfigError: a setting is wrong, the data has no pairs or steps, or the
-      workdir cannot be used.
-    Interrupted: a signal asked to stop. The same call continues.
-    WarmStartError: too many updates in a row were not finite.
-    StorageError: a file could not be written.
+  The arguments, the result and the exceptions are those of `supervised.train`,
+  with the section `preference`.
   """
   config_checks.check_preference(config)
-  setup = checks.checked(
-    config, jax.devices(), source=source, is_supervised=True
-  )
-  has_steps = config.preference.reward_loss is sections.RewardLoss.STEPS
-  recipe = supervised.Recipe(
+  return supervised.train(config, workdir, _recipe, source=source)
+
+
+def _recipe(
+  setup: setup_lib.Setup,
+) -> tuple[setup_lib.Setup, supervised.Recipe]:
+  if setup.config.preference.reward_loss is sections.RewardLoss.STEPS:
+    objective = reward_objectives.STEPS
+    packed = functools.partial(_packed_steps, setup)
+  else:
+    objective = reward_objectives.PAIRS
+    packed = functools.partial(
+      prefer.packed_pairs, setup, pack=reward_objectives.pack_pairs
+    )
+  scored = _with_scalar_head(setup)
+  return scored, supervised.Recipe(
     kind=_KIND,
-    section=config.preference,
-    objective=(
-      reward_objectives.STEPS if has_steps else reward_objectives.PAIRS
-    ),
-    packed=functools.partial(
-      _packed_steps if has_steps else _packed_pairs, setup
-    ),
-    first_params=lambda: _first_params(setup),
+    section=setup.config.preference,
+    objective=objective,
+    packed=packed,
+    first_params=lambda: _first_params(setup, scored),
   )
-  return supervised.train(_with_scalar_head(setup), recipe, workdir)
 
 
 def _with_scalar_head(setup: setup_lib.Setup) -> setup_lib.Setup:
@@ -99,28 +91,15 @@ def _with_scalar_head(setup: setup_lib.Setup) -> setup_lib.Setup:
   return dataclasses.replace(setup, model=model)
 
 
-def _first_params(setup: setup_lib.Setup) -> transformer.Params:
-  """Return the reward model before training, with its adapters.
-
-  Args:
-    setup: of the policy.
-  """
-  params = dict(prefer.starting_policy(setup))
+def _first_params(
+  policy: setup_lib.Setup, scored: setup_lib.Setup
+) -> transformer.Params:
+  """Return the reward model before training, with its adapters."""
+  params = dict(prefer.starting_policy(policy))
   params.pop("output_head", None)
-  params["scalar_head"] = jnp.zeros((setup.model.model_dim,), jnp.float32)
-  scored = _with_scalar_head(setup)
+  params["scalar_head"] = jnp.zeros((policy.model.model_dim,), jnp.float32)
   params = initial_params.placed(params, scored)
-  if setup.model.lora is None:
-    return params
   return initial_params.with_adapters(params, scored)
-
-
-def _packed_pairs(
-  setup: setup_lib.Setup, split: str, num_examples: int
-) -> tuple[packing.PackedBatch, list[str]]:
-  return prefer.packed_pairs(
-    setup, split, num_examples, pack=reward_objectives.pack_pairs
-  )
 
 
 def _packed_steps(

@@ -19,7 +19,10 @@ import pathlib
 import time
 from typing import Any
 
+import jax
+
 from jaxrl_async.assembly import assembly
+from jaxrl_async.assembly import checks
 from jaxrl_async.assembly import continued_settings
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
@@ -432,16 +435,31 @@ class FineTuning:
 
 
 def train(
-  setup: setup_lib.Setup, recipe: Recipe, workdir: pathlib.Path
+  config: sections.Config,
+  workdir: pathlib.Path,
+  recipe_of: Callable[[setup_lib.Setup], tuple[setup_lib.Setup, Recipe]],
+  *,
+  source: source_lib.Source | None = None,
 ) -> dict[str, Any]:
-  """Train by a recipe in a workdir, and return the summary.
+  """Start or continue a training by a recipe, and return its summary.
+
+  Args:
+    config: `model`, `task`, `mesh` and `train` say what is trained, on what,
+      and in which shapes. The section of the recipe says how.
+    workdir: directory of this training alone.
+    recipe_of: returns the recipe, and the setup of the model that it trains.
+    source: the source of the examples; None is the dataset of `task.dataset`.
 
   Raises:
-    ConfigError: the examples or the workdir cannot be used.
+    ConfigError: a setting is wrong, or the examples or the workdir cannot be
+      used.
     Interrupted: a signal asked to stop. The same call continues.
     WarmStartError: too many updates in a row were not finite.
     StorageError: a file could not be written.
   """
+  setup, recipe = recipe_of(
+    checks.checked(config, jax.devices(), source=source, is_supervised=True)
+  )
   stop = supervisor_lib.StopRequest()
   with (
     progress_lib.Progress(recipe.section.num_steps) as progress,

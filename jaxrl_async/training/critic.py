@@ -13,7 +13,6 @@ returns; see `value_functions`. A train step with a critic runs two more stages:
 
 from collections.abc import Mapping
 import dataclasses
-from typing import Any
 
 import jax
 from jax import numpy as jnp
@@ -43,10 +42,6 @@ NORMALIZED_RETURNS = "normalized_returns"
 
 # Those, and the two of `episodes`.
 NUM_FIELDS = 7
-
-Settings = Mapping[str, train_step.ForwardSettings]
-Params = Mapping[str, transformer.Params]
-Version = Int[Any, ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,13 +110,8 @@ def _after_tokens(
 def value_stage(trunk: sections.CriticTrunk) -> train_step.Stage:
   """Return the stage that adds the values under the critic before the step."""
 
-  def run(
-    settings: Settings,
-    params: Params,
-    batch: packing.PackedBatch,
-    version: Version,
-  ) -> dict[str, Float[Array, "M K B T"]]:
-    del version
+  def run(given: train_step.Given) -> train_step.Fields:
+    settings, params, batch, _ = given
     critic = params[train_state.CRITIC]
 
     def of_microbatch(micro: packing.PackedBatch) -> Float[Array, "B T"]:
@@ -139,7 +129,7 @@ def value_stage(trunk: sections.CriticTrunk) -> train_step.Stage:
     )
     return {VALUES: value_functions.before_tokens(after), VALUES_AFTER: after}
 
-  return train_step.Stage(name="values", run=run)
+  return train_step.Stage(name="values", fields=run)
 
 
 def gae_stage(
@@ -165,13 +155,8 @@ def gae_stage(
     kl_clip: as in `gae.kl_rewards`.
   """
 
-  def run(
-    settings: Settings,
-    params: Params,
-    batch: packing.PackedBatch,
-    version: Version,
-  ) -> dict[str, Float[Array, "M K B T"]]:
-    del settings, version
+  def run(given: train_step.Given) -> train_step.Fields:
+    params, batch = given.params, given.batch
     mask, fields = batch.loss_mask, batch.fields
     rewards = fields[episodes.REWARDS]
     if not losses.is_left_out(kl_coef):
@@ -204,7 +189,7 @@ def gae_stage(
       NORMALIZED_RETURNS: value_functions.normalized(returns, after),
     }
 
-  return train_step.Stage(name="advantages", run=run)
+  return train_step.Stage(name="advantages", fields=run)
 
 
 def _with_returns(
@@ -269,7 +254,7 @@ def with_value_loss(
 
 def update(
   critic: Critic,
-  forwards: Settings,
+  forwards: Mapping[str, train_step.ForwardSettings],
   loss: objectives.Loss,
   diagnostic: objectives.Diagnostic,
   optimizers: train_state.Optimizers,

@@ -3,29 +3,21 @@
 Each adds to the batch what some losses need; `train_step.Stage` says how.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Float, Int, ScalarLike
+from jaxtyping import ScalarLike
 
 from jaxrl_async.algorithms import corrections
 from jaxrl_async.algorithms import distillation
 from jaxrl_async.algorithms import gae
 from jaxrl_async.models import lora as lora_lib
-from jaxrl_async.models import transformer
 from jaxrl_async.training import objectives
-from jaxrl_async.training import packing
 from jaxrl_async.training import reference as reference_lib
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
-
-Settings = Mapping[str, train_step.ForwardSettings]
-Params = Mapping[str, transformer.Params]
-Version = Int[Any, ""]
 
 
 def reference_stage() -> train_step.Stage:
@@ -35,19 +27,14 @@ def reference_stage() -> train_step.Stage:
   stage runs.
   """
 
-  def run(
-    settings: Settings,
-    params: Params,
-    batch: packing.PackedBatch,
-    version: Version,
-  ) -> dict[str, Float[Array, "M K B T"]]:
-    del version
+  def run(given: train_step.Given) -> train_step.Fields:
+    settings, params, batch, _ = given
     name = train_state.REFERENCE
     model = reference_lib.on_device(params[name])
     logprobs = train_step.batch_logprobs(settings[name], model, batch)
     return {objectives.REFERENCE: logprobs}
 
-  return train_step.Stage(name="reference", run=run)
+  return train_step.Stage(name="reference", fields=run)
 
 
 def base_as_reference_stage() -> train_step.Stage:
@@ -57,13 +44,8 @@ def base_as_reference_stage() -> train_step.Stage:
   memory.
   """
 
-  def run(
-    settings: Settings,
-    params: Params,
-    batch: packing.PackedBatch,
-    version: Version,
-  ) -> dict[str, Float[Array, "M K B T"]]:
-    del version
+  def run(given: train_step.Given) -> train_step.Fields:
+    settings, params, batch, _ = given
     policy = settings[train_state.POLICY]
     forward = dataclasses.replace(policy, model=policy.model.base)
     base = lora_lib.base(params[train_state.POLICY])
@@ -71,7 +53,7 @@ def base_as_reference_stage() -> train_step.Stage:
       objectives.REFERENCE: train_step.batch_logprobs(forward, base, batch)
     }
 
-  return train_step.Stage(name="reference", run=run)
+  return train_step.Stage(name="reference", fields=run)
 
 
 def distillation_stage(coef: ScalarLike) -> train_step.Stage:
@@ -87,13 +69,8 @@ def distillation_stage(coef: ScalarLike) -> train_step.Stage:
     coef: the coefficient.
   """
 
-  def run(
-    settings: Settings,
-    params: Params,
-    batch: packing.PackedBatch,
-    version: Version,
-  ) -> dict[str, Float[Array, "M K B T"]]:
-    del version
+  def run(given: train_step.Given) -> train_step.Fields:
+    settings, params, batch, _ = given
     teacher = train_step.batch_logprobs(
       settings[train_state.TEACHER], params[train_state.TEACHER], batch
     )
@@ -104,7 +81,7 @@ def distillation_stage(coef: ScalarLike) -> train_step.Stage:
       "advantages": batch.advantages + added,
     }
 
-  return train_step.Stage(name="teacher", run=run)
+  return train_step.Stage(name="teacher", fields=run)
 
 
 def second_moment_stage(bound: ScalarLike) -> train_step.Stage:
@@ -119,13 +96,8 @@ def second_moment_stage(bound: ScalarLike) -> train_step.Stage:
     functools.partial(corrections.within_second_moment, bound=bound)
   )
 
-  def run(
-    settings: Settings,
-    params: Params,
-    batch: packing.PackedBatch,
-    version: Version,
-  ) -> dict[str, Float[Array, "M K B T"]]:
-    del settings, params, version
+  def run(given: train_step.Given) -> train_step.Fields:
+    batch = given.batch
     kept = within(
       batch.fields[objectives.PROXIMAL],
       batch.behavior_logprobs,
@@ -134,7 +106,7 @@ def second_moment_stage(bound: ScalarLike) -> train_step.Stage:
     )
     return {objectives.WITHIN_SECOND_MOMENT: kept.astype(jnp.float32)}
 
-  return train_step.Stage(name="second_moment", run=run)
+  return train_step.Stage(name="second_moment", fields=run)
 
 
 def kl_in_reward_stage(
@@ -153,13 +125,8 @@ def kl_in_reward_stage(
     is_whitened: whether the result becomes `gae.whitened`.
   """
 
-  def run(
-    settings: Settings,
-    params: Params,
-    batch: packing.PackedBatch,
-    version: Version,
-  ) -> dict[str, Float[Array, "M K B T"]]:
-    del settings, params, version
+  def run(given: train_step.Given) -> train_step.Fields:
+    batch = given.batch
     mask = batch.loss_mask
     rewards = gae.kl_rewards(
       batch.behavior_logprobs,
@@ -185,4 +152,4 @@ def kl_in_reward_stage(
       else advantages
     }
 
-  return train_step.Stage(name="advantages", run=run)
+  return train_step.Stage(name="advantages", fields=run)

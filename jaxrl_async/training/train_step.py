@@ -8,7 +8,7 @@ the gradients of its microbatches. The loss is an argument; see `objectives`.
 
 from collections.abc import Callable, Mapping
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import numpy as jnp
@@ -295,31 +295,44 @@ def _embedded(
   return settings.constrain(columns, "batch", "tokens", None)
 
 
+Fields = dict[str, Float[Array, "M K B T"]]
+
+
+class Given(NamedTuple):
+  """What a stage computes from.
+
+  Attributes:
+    settings: of the forward pass of each model, by name.
+    params: of each model before the step, by name.
+    batch: with the fields of earlier stages.
+    version: of the policy's weights before the step.
+  """
+
+  settings: Mapping[str, ForwardSettings]
+  params: Mapping[str, transformer.Params]
+  batch: packing.PackedBatch
+  version: Int[Any, ""]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
   """A device program that runs before the first update of a train step.
 
-  A stage returns [M, K, B, T] arrays by name. They replace arrays of the batch
-  or become new fields. A stage can compute logprobs under any model of the
-  train state, or advantages from the fields that an earlier stage has added.
+  A stage can compute logprobs under any model of the train state, or advantages
+  from the fields that an earlier stage has added.
 
   Attributes:
     name: name of the stage in the metric `time/<name>_s` and in the timeline.
-    run: function of four arguments: the forward settings of each model by
-      name, the parameters of each model before the step by name, the batch, and
-      the version of the policy's weights before the step.
+    fields: returns arrays by name. They replace arrays of the batch or become
+      new fields.
   """
 
   name: str
-  run: Callable[
-    [
-      Mapping[str, ForwardSettings],
-      Mapping[str, transformer.Params],
-      packing.PackedBatch,
-      Int[Any, ""],
-    ],
-    dict[str, Float[Array, "M K B T"]],
-  ]
+  fields: Callable[[Given], Fields]
+
+  def run(self, *given: Any) -> Fields:
+    """Return the fields; the arguments are those of `Given`."""
+    return self.fields(Given(*given))
 
 
 def batch_logprobs(
@@ -365,16 +378,11 @@ def logprobs_stage(name: str, *, model: str, field: str) -> Stage:
     field: name of the batch field that holds the logprobs.
   """
 
-  def run(
-    settings: Mapping[str, ForwardSettings],
-    params: Mapping[str, transformer.Params],
-    batch: packing.PackedBatch,
-    version: Int[Any, ""],
-  ) -> dict[str, Float[Array, "M K B T"]]:
-    del version
+  def run(given: Given) -> Fields:
+    settings, params, batch, _ = given
     return {field: batch_logprobs(settings[model], params[model], batch)}
 
-  return Stage(name=name, run=run)
+  return Stage(name=name, fields=run)
 
 
 PROXIMAL_STAGE = logprobs_stage(
