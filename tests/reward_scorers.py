@@ -31,14 +31,6 @@ def floods(item, completion):
   raise ValueError("flood " * 1_000_000 + completion.answer)
 
 
-def raises_on_b(item, completion):
-  return (
-    length(item, completion)
-    if completion.answer != "b"
-    else raises(item, completion)
-  )
-
-
 def hangs(item, completion):
   time.sleep(60)
   return 1.0
@@ -93,6 +85,23 @@ def exits(item, completion):
 
 def dies(item, completion):
   os._exit(3)
+
+
+def on_b(item, completion):
+  """Misbehave as the item says, on one answer."""
+  if completion.answer == "b":
+    return globals()[item["misbehaves"]](item, completion)
+  return length(item, completion)
+
+
+def counts_and_fails_first(item, completion):
+  """The number of the call; the second one fails."""
+  with open(item["path"], "a") as file:
+    file.write("x")
+    number = file.tell()
+  if number == 2:
+    raise RuntimeError("second call")
+  return number
 
 
 def fails_first(item, completion):

@@ -150,6 +150,10 @@ def test_a_term_that_fails_for_good_fails_the_group_and_is_named(make_service):
   assert counts == {
     "reward_service/timeouts": 2,
     "reward_service/errors": 3,
+    "reward_service/lost/timeout": 1,
+    "reward_service/lost/died": 0,
+    "reward_service/lost/error": 1,
+    "reward_service/lost/nan": 0,
     "reward_service/fine/timeouts": 0,
     "reward_service/fine/errors": 0,
     "reward_service/slow/timeouts": 2,

@@ -139,6 +139,7 @@ def _scored(
   if isinstance(outcome, service_lib.RewardFailure):
     return dataclasses.replace(answer, failure=outcome)
   (reward,) = outcome
+  assert isinstance(reward, types.Reward)  # one that failed fails its group
   trajectory = dataclasses.replace(answer.trajectory, reward=reward)
   return dataclasses.replace(answer, trajectory=trajectory)
 

@@ -19,6 +19,7 @@ from jaxrl_async.types import (
   TOKEN_ARRAYS,
   Admission,
   CacheBuild,
+  Dropped,
   FinishReason,
   Prompt,
   Reward,
@@ -157,6 +158,7 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
     "item": item,
     "num_prompt_tokens": len(group.prompt.tokens),
     "times_s": group.times_s,
+    "dropped": [dataclasses.asdict(one) for one in group.dropped],
     "trajectories": [
       {
         "member": trajectory.member,
@@ -274,6 +276,8 @@ def _read_group(
       item=item_json.decode(record["item"]),
     ),
     trajectories=trajectories,
+    # Older records do not have them.
+    dropped=tuple(Dropped(**one) for one in record.get("dropped", ())),
     times_s=record["times_s"],
   )
 
