@@ -267,6 +267,7 @@ def test_a_run_that_scores_code_says_how_programs_are_kept_in(monkeypatch):
     ("code", {"metadata": {"cases": [{"stdin": "1"}]}}, "no text as 'stdout'"),
     ("exact", {}, "it has no answer"),
     ("numeric", {}, "it has no answer"),
+    ("numeric", {"answer": "3 or 4"}, "is not one number"),
     ("mathematics", {}, "it has no answer"),
     ("reasoning_gym", {"answer": "1"}, "no question of reasoning-gym"),
   ],
