@@ -90,7 +90,7 @@ class _Reader:
         if token == "!":
           previous = _power(previous, previous)
         else:
-          exponent, _ = self._atom(depth)
+          exponent = self._exponent(depth)
           previous = _power(previous or _LETTER, exponent)
           if is_of_letters and exponent > math.log10(_MOST_POWER):
             previous = math.inf
@@ -109,6 +109,14 @@ class _Reader:
       previous = size
       total += size
     return total, has_letters and is_sum
+
+  def _exponent(self, depth: int) -> float:
+    """Read an exponent: of 9^9^9 the upper two, which are a power."""
+    size, _ = self._atom(depth)
+    if self._tokens[self._at : self._at + 1] == ["^"]:
+      self._at += 1
+      return _power(size, self._exponent(depth))
+    return size
 
   def _atom(self, depth: int) -> tuple[float, bool]:
     """Read a number, a letter, or what is in brackets."""
