@@ -29,15 +29,13 @@ class Record:
   is_truncated: bool
 
 
-def record_of(
-  question: int, trajectory: types.Trajectory, answer: str | None = None
-) -> Record:
+def record_of(question: int, trajectory: types.Trajectory) -> Record:
   """Return what is counted of a trajectory that has ended."""
   reward = trajectory.reward
   return Record(
     question=question,
     score=None if reward is None else reward.score,
-    answer=answer,
+    answer=None if reward is None else reward.answer,
     num_tokens=trajectory.num_completion_tokens,
     is_truncated=trajectory.finish_reason is types.FinishReason.LENGTH,
   )
@@ -86,7 +84,8 @@ def _of_question(
   for k in answer_statistics.powers_of_two(samples):
     values[f"pass@{k}"] = answer_statistics.pass_at_k(len(right), sum(right), k)
   if samples > 1:
-    texts = [text for text, _ in scored]
+    # An empty answer is none, as in reward/unextracted_frac.
+    texts = [text or None for text, _ in scored]
     values[f"maj@{samples}"] = answer_statistics.majority(texts, right)
   return values | {
     "score_mean": mean(scores),

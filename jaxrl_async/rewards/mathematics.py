@@ -181,6 +181,8 @@ def score(item: Mapping[str, Any], completion: Completion) -> Reward:
   if answer is None:
     answer = completion.answer
   is_right = are_equal(expected, answer)
+  if answer is not None and len(answer) <= _MAX_CHARACTERS:
+    answer = spelling.latex(answer)  # equal ones are counted together
   return Reward(
     score=float(is_right),
     parts={"answered": float(bool(answer))},
