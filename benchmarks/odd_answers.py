@@ -366,6 +366,19 @@ RIGHT: dict[str, tuple[str, ...]] = {
 
 # Answers that look like the right one.
 WRONG: dict[str, tuple[str, ...]] = {
+  r"\frac{1}{2}": (
+    "½½",
+    "2",
+    "1/3",
+    "0.05",
+    r"[\frac{1}{2})+-_1",
+    r"\frac{1}{2}+{",
+    r"½<\left(\%",
+    r"\}½½²",
+  ),
+  r"\{1, 2\}": (r"\sqrt{\infty}\pi", r"\infty", "1", "2"),
+  r"\{1\}": (r"\sqrt{\infty}\pi", "2"),
+  r"\pi": (r"\pi}%", r"\pi}e(", "3.14", "p"),
   "5": (
     "6",
     "-5",
@@ -476,12 +489,6 @@ WRONG: dict[str, tuple[str, ...]] = {
     "9",
     "90.5",
     "0.9",
-  ),
-  "\\frac{1}{2}": (
-    "½½",
-    "2",
-    "1/3",
-    "0.05",
   ),
   "1\\frac{1}{2}": (
     "\\frac{1}{2}",
