@@ -1,4 +1,18 @@
-"""Answers as policies write them: odd, other spellings, wrong, and endless."""
+"""Answers as policies write them: odd, other spellings, wrong, and endless.
+
+`wrong_verdicts` and `unguarded` try them on the rewards for mathematics and on
+every dataset of reasoning-gym.
+"""
+
+from collections.abc import Callable, Iterator
+import signal
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.rewards import mathematics
+from jaxrl_async.rewards import reasoning
 
 # What a policy may write instead of an answer, and what has broken a scorer.
 ODD = (
@@ -587,3 +601,83 @@ ENDLESS = (
   r"\log_{2}(8^{9^{9}})",
   "9^{9^{9}} - 9^{9^{9}} + 5",
 )
+
+_LONG_S = 10.0  # of a score, as task.reward_timeout_s
+_NUM_ITEMS = 2
+
+
+def wrong_verdicts(note: Callable[..., None]) -> int:
+  """Return how many verdicts are wrong, and say which."""
+  wrong = [
+    (expected, answer, score)
+    for expected, answer, wanted in _verdicts()
+    if (score := _score(expected, answer)) != wanted
+  ]
+  for item, answer in _questions():
+    try:
+      score = reasoning.score_answer(item, answer)
+    except Exception:  # `unguarded` counts it
+      continue
+    is_right = answer == item["answer"]
+    if (score == 1.0) != is_right:
+      wrong.append((item["dataset"], answer, score))
+  for one in wrong:
+    note("wrong verdict:", *one)
+  return len(wrong)
+
+
+def unguarded(note: Callable[..., None]) -> int:
+  """Return how many answers raise or take long, and say which."""
+  calls = [("5", answer, lambda a=answer: _score("5", a)) for answer in ENDLESS]
+  calls += [
+    (item["dataset"], a, lambda i=item, a=a: reasoning.score_answer(i, a))
+    for item, a in _questions()
+  ]
+  count = 0
+
+  def late(*_: object) -> None:
+    raise TimeoutError
+
+  signal.signal(signal.SIGALRM, late)
+  for name, answer, call in calls:
+    signal.setitimer(signal.ITIMER_REAL, _LONG_S)
+    try:
+      call()
+    except Exception as error:
+      count += 1
+      note("unguarded:", name, answer[:80], repr(error)[:80])
+    finally:
+      signal.setitimer(signal.ITIMER_REAL, 0.0)
+  return count
+
+
+def _score(expected: str, text: str) -> float:
+  said = types.Completion(
+    text=text,
+    turns=(),
+    tokens=np.zeros((1,), np.int32),
+    finish_reason=types.FinishReason.EOS,
+  )
+  return mathematics.score({"answer": expected}, said).score
+
+
+def _verdicts() -> Iterator[tuple[str, str, float]]:
+  """Yield right answers, what is said, and the score that it deserves."""
+  for wanted, table in (1.0, RIGHT), (0.0, WRONG):
+    for expected, answers in table.items():
+      for answer in answers:
+        yield expected, f"#### {answer}", wanted
+  for text, expected in SAID:
+    yield expected, text, 1.0
+    yield "7", text, 0.0
+
+
+def _questions() -> Iterator[tuple[dict[str, Any], str]]:
+  """Yield items of every dataset with odd answers, and their own."""
+  for name in sorted(set(reasoning.datasets()) - {"composite"}):
+    dataset = reasoning.create_dataset(name, {}, seed=6, size=_NUM_ITEMS)
+    for i in range(_NUM_ITEMS):
+      item = {**dataset[i], "dataset": name, "params": {}}
+      own = () if item["answer"] is None else (item["answer"],)
+      for answer in *own, *ODD:
+        yield item, answer
