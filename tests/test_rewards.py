@@ -354,7 +354,8 @@ def test_a_scorer_that_fails_on_all_is_broken_and_no_zero(make_service):
 def test_only_those_that_failed_are_tried_again(make_service, tmp_path):
   service = make_service(reward_scorers.counts_and_fails_first, num_retries=1)
   item = {"path": str(tmp_path / "tried")}
-  assert scores(submit(service, item, ["=a", "=b", "=b"])) == [1.0, 2.0, 3.0]
+  # The fourth call is for the second completion.
+  assert scores(submit(service, item, ["=a", "=b", "=b"])) == [1.0, 4.0, 3.0]
 
 
 def test_a_retry_may_succeed_and_is_counted(make_service, tmp_path):
