@@ -22,6 +22,10 @@ def reports_jax(item, completion):
   return float("jax" in sys.modules)
 
 
+def reports_verifiers(item, completion):
+  return float({"math_verify", "reasoning_gym"} <= sys.modules.keys())
+
+
 def raises(item, completion):
   raise LookupError(f"no such\nanswer {completion.answer}")
 

@@ -426,6 +426,11 @@ def test_reward_processes_do_not_have_jax_though_this_one_has(make_service):
   assert scores(submit(service, {}, ["=a"])) == [0.0]
 
 
+def test_no_score_waits_for_the_import_of_a_verifier(make_service):
+  service = make_service(reward_scorers.reports_verifiers)
+  assert scores(submit(service, {}, ["=a"])) == [1.0]
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_reward_processes_never_import_jax_nor_the_main_script(tmp_path):

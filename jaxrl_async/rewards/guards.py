@@ -21,7 +21,7 @@ _FUNCTIONS = frozenset(
   "sin cos tan cot sec csc asin acos atan sinh cosh tanh exp log ln sqrt Abs pi"
   " E".split()
 )
-_OPERATORS: Mapping[type, Callable[..., fractions.Fraction]] = {
+_OPERATORS: Mapping[type, Callable[..., Any]] = {
   ast.Add: operator.add,
   ast.Sub: operator.sub,
   ast.Mult: operator.mul,
