@@ -8,8 +8,9 @@ and MATH-500 has to be verified against itself in its usual spellings, and a
 wrong one refused. Every canonical solution of HumanEval has to pass its tests,
 and none may pass whose body returns something wrong. Hostile programs have to
 fail, called by tests and as programs that read and write, in every kind of
-sandbox that works here. What disagrees is listed on stderr. The last line on
-stdout is JSON:
+sandbox that works here. Odd answers to mathematics and to every dataset of
+reasoning-gym are tried as well. What disagrees is listed on stderr. The last
+line on stdout is JSON:
 
     humaneval_pass         fraction of the canonical solutions that pass
     humaneval_broken_pass  fraction of the broken ones that pass
@@ -21,6 +22,8 @@ stdout is JSON:
     math_per_s             comparisons, in one process
     attacks                hostile programs, times sandboxes and modes
     escapes                those that passed, or failed their judge
+    wrong_verdicts         right answers taken as wrong, and wrong ones as right
+    unguarded              answers for which a scorer raises, or takes long
     sandbox                what programs ran in
     attacked               sandboxes that were attacked
 """
@@ -44,6 +47,7 @@ from absl import app
 from absl import flags
 import hostile_programs
 import numpy as np
+import odd_answers
 
 from jaxrl_async import types
 from jaxrl_async.rewards import code
@@ -285,6 +289,8 @@ def main(_) -> None:
     "cases_per_s": round(_cases_per_s(box), 1),
     "attacks": attacks,
     "escapes": escapes,
+    "wrong_verdicts": odd_answers.wrong_verdicts(_note),
+    "unguarded": odd_answers.unguarded(_note),
     "sandbox": str(box.kind),
     "attacked": [
       f"{one.kind}{' with a user namespace' * one.has_user}" for one in boxes

@@ -109,6 +109,7 @@ def _task(*, has_math: bool) -> sections.TaskSection:
     chat=True,
     answer_prefix="####",
     reward="mathematics",
+    on_failed_score=sections.OnFailedScore.ZERO,
     reward_workers=4,
   )
   if has_math:

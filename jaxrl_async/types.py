@@ -233,11 +233,28 @@ class Admission:
   deadline: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Dropped:
+  """A member that a group goes on without, because it could not be scored.
+
+  Attributes:
+    member: index within the group.
+    num_completion_tokens: number of tokens that the policy generated.
+    reason: one line for the ledger.
+  """
+
+  member: int
+  num_completion_tokens: int
+  reason: str
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class RolloutGroup:
   """The trajectories of one prompt, with their admission.
 
   Attributes:
+    trajectories: those that it goes on with, at least one.
+    dropped: the other members.
     times_s: when the group was "admitted", "generated" and "scored", in seconds
       since the start of the run.
   """
@@ -245,6 +262,7 @@ class RolloutGroup:
   admission: Admission
   prompt: Prompt
   trajectories: list[Trajectory]
+  dropped: Sequence[Dropped] = ()
   times_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
   @property
@@ -255,7 +273,8 @@ class RolloutGroup:
   @property
   def num_completion_tokens(self) -> int:
     """Number of tokens that the policy generated in the whole group."""
-    return sum(t.num_completion_tokens for t in self.trajectories)
+    members = *self.trajectories, *self.dropped
+    return sum(one.num_completion_tokens for one in members)
 
   def written_versions(self) -> Int[np.ndarray, "C"]:
     """Return the version of each token that the policy generated.

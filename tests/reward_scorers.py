@@ -22,6 +22,10 @@ def reports_jax(item, completion):
   return float("jax" in sys.modules)
 
 
+def reports_verifiers(item, completion):
+  return float({"math_verify", "reasoning_gym"} <= sys.modules.keys())
+
+
 def raises(item, completion):
   raise LookupError(f"no such\nanswer {completion.answer}")
 
@@ -29,14 +33,6 @@ def raises(item, completion):
 def floods(item, completion):
   print("flood" * 1_000_000)
   raise ValueError("flood " * 1_000_000 + completion.answer)
-
-
-def raises_on_b(item, completion):
-  return (
-    length(item, completion)
-    if completion.answer != "b"
-    else raises(item, completion)
-  )
 
 
 def hangs(item, completion):
@@ -93,6 +89,23 @@ def exits(item, completion):
 
 def dies(item, completion):
   os._exit(3)
+
+
+def on_b(item, completion):
+  """Misbehave as the item says, on one answer."""
+  if completion.answer == "b":
+    return globals()[item["misbehaves"]](item, completion)
+  return length(item, completion)
+
+
+def counts_and_fails_first(item, completion):
+  """The number of the call; the second one fails."""
+  with open(item["path"], "a") as file:
+    file.write("x")
+    number = file.tell()
+  if number == 2:
+    raise RuntimeError("second call")
+  return number
 
 
 def fails_first(item, completion):

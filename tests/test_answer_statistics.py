@@ -101,6 +101,20 @@ def test_answers_without_a_score_count_in_lengths_alone():
   assert results["pass@2"]["mean"] is None
 
 
+def test_an_empty_answer_has_no_vote():
+  values = answer_results.by_question(
+    [
+      record(0, 0.0, answer=""),
+      record(0, 0.0, answer=""),
+      record(0, 1.0, answer="4"),
+    ],
+    num_questions=1,
+    samples=3,
+    solved_score=1.0,
+  )
+  assert values["maj@3"].tolist() == [1.0]
+
+
 def test_a_score_above_one_is_right_and_one_below_is_not():
   values = answer_results.by_question(
     [record(0, 1.05), record(1, 0.99)],

@@ -93,6 +93,7 @@ def _groups():
       _trajectory(rng, 1, 0),
       _trajectory(rng, 3, 7),
     ],
+    dropped=(types.Dropped(member=1, num_completion_tokens=9, reason="nan"),),
     times_s={"admitted": 1 / 3},
   )
   return [
@@ -120,7 +121,7 @@ def _assert_same_groups(got, wanted):
     assert (one.group is None) == (other.group is None)
     if one.group is None:
       continue
-    for field in ("admission", "times_s"):
+    for field in ("admission", "dropped", "times_s"):
       assert getattr(one.group, field) == getattr(other.group, field)
     assert one.group.prompt.prompt_id == other.group.prompt.prompt_id
     assert repr(one.group.prompt.item) == repr(other.group.prompt.item)

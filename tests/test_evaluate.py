@@ -1,7 +1,6 @@
 """An answer that cannot be scored is no answer, neither right nor wrong."""
 
 from concurrent import futures
-import types as py_types
 
 import numpy as np
 import pytest
@@ -170,8 +169,10 @@ class Silent(tiny.Rewards):
     handle._outcome, handle._parts = None, [self]
     return handle
 
-  outcome = None
-  running = py_types.SimpleNamespace(future=futures.Future())
+  future = futures.Future()
+
+  def running(self):
+    return [self]
 
   def done(self):
     return False

@@ -198,6 +198,7 @@ CATCHES_ALL = {
   "processes/supervisor.py": "the supervisor",
   "reporting/wandb_log.py": "another service; counted as a side output",
   "rewards/scoring.py": "user code",
+  "rewards/reasoning.py": "a library parses what a model wrote",
   "rewards/pool.py": "the start of its processes; `warm_up` raises it",
   "rewards/sandbox_candidate.py": "a program that a model wrote",
   "rewards/sandbox_supervisor.py": "its tests",

@@ -92,6 +92,7 @@ def test_a_line_says_everything_about_its_group(tmp_path, open_ledger):
     "writers": [[["a", 3, 1], ["b", 3, 1], ["b", 4, 1]], [["a", 5, 1]]],
     "rewards": [1.0, 0.5],
     "reward_parts": {},
+    "dropped": [],
     "times_s": {"admitted": 0.5, "scored": 2.0},
   }
   # Read while the ledger is open: every line is flushed.

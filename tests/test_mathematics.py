@@ -1,11 +1,32 @@
 r"""Answers of mathematics: where they are found, and what they equal."""
 
+import importlib
+import pathlib
 import random
 import re
+import sys
+import time
 
+import numpy as np
 import pytest
 
+from jaxrl_async import types
 from jaxrl_async.rewards import mathematics
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+odd_answers = importlib.import_module("odd_answers")
+
+
+def score(expected, text):
+  said = types.Completion(
+    text=text,
+    answer=None,
+    turns=(),
+    tokens=np.zeros((1,), np.int32),
+    finish_reason=types.FinishReason.EOS,
+  )
+  return mathematics.score({"answer": expected}, said)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +57,9 @@ def boxed_by_search(text):
   for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text):
     depth, start = 1, match.end()
     for end in range(start, len(text)):
-      if text[end - 1] == "\\" and text[end] in "{}":
-        continue
+      before = text[start:end]
+      if (len(before) - len(before.rstrip("\\"))) % 2:
+        continue  # escaped
       depth += {"{": 1, "}": -1}.get(text[end], 0)
       if depth == 0:
         found = text[start:end].strip()
@@ -112,3 +134,45 @@ def test_other_spellings_of_an_answer_are_right(expected, answer):
 )
 def test_what_is_not_equal_is_wrong(expected, answer):
   assert not mathematics.are_equal(expected, answer)
+
+
+@pytest.mark.parametrize("expected", odd_answers.RIGHT)
+def test_however_it_is_typed_a_right_answer_is_right(expected):
+  for answer in odd_answers.RIGHT[expected]:
+    assert mathematics.are_equal(expected, answer), answer
+    assert score(expected, f"So it is $\\boxed{{{answer}}}$.").score, answer
+
+
+@pytest.mark.parametrize("expected", odd_answers.WRONG)
+def test_what_only_looks_like_the_right_answer_is_wrong(expected):
+  for answer in odd_answers.WRONG[expected]:
+    assert not mathematics.are_equal(expected, answer), answer
+
+
+@pytest.mark.parametrize(("text", "expected"), odd_answers.SAID)
+def test_the_answer_of_a_text_is_found(text, expected):
+  assert score(expected, text).score == 1.0
+  assert score(text, f"#### {expected}").score == 1.0
+  other = "7" if expected != "7" else "8"
+  assert score(other, text).score == score(text, f"#### {other}").score == 0.0
+
+
+def test_one_of_several_solutions_is_not_all():
+  gold = r"$x=\boxed{3}$ or $x=\boxed{5}$"
+  assert score(gold, r"\boxed{3}").score == score(gold, r"\boxed{5}").score == 0
+  assert score("5", gold).score == 0.0
+
+
+@pytest.mark.parametrize("answer", odd_answers.ENDLESS)
+def test_what_would_take_for_ever_is_wrong_at_once(answer):
+  mathematics.are_equal("1", "2")  # imports the library
+  start_s = time.process_time()
+  for expected in "5", "x + 1":
+    assert not mathematics.are_equal(expected, answer)
+  assert time.process_time() - start_s < 1.0
+  assert mathematics.are_equal(answer, answer)
+
+
+def test_equal_spellings_are_one_answer_for_a_vote():
+  spellings = r"\boxed{308.}", "#### **308**", r"\boxed{308\\}", "#### $308$"
+  assert {score("1", text).answer for text in spellings} == {"308"}

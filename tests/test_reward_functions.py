@@ -68,6 +68,51 @@ def test_matches_of_text_and_of_numbers(answer, exact, numeric):
 
 
 @pytest.mark.parametrize(
+  ("gold", "right", "wrong"),
+  [
+    ("-5", ["−5", "–5", "-$5", "$-5", r"-\$5", "- 5", "x = - 5"], ["5", "(5)"]),
+    ("5", ["(5)", "Answer - 5", "7 - 5", "x-5", "—5"], ["-5", "−5", "(-5)"]),
+    ("12", ["10-12", "10–12", "$10-$12"], ["-12", "10 -12"]),
+    ("1/2", [".5", "0.5", "1/2", "2/4", "50/100"], ["3/2", "2", "1/3", "1/0"]),
+    ("-1/2", ["−1/2", "-.5"], ["1/2", "-3/2"]),
+    ("1.5", ["1 1/2", "3/2"], ["1/2", "2"]),
+    ("1,234", ["1234", "1,234.0", "$1,234"], ["234", "1,23,4", "1 234"]),
+    ("4", ["3,4", "the 3rd of 4"], ["4,3", "34"]),
+    ("1234567", ["1,234,567", "12,34,567"], ["1234568", "1234566"]),
+    ("1234567.5", ["1234567.50", "1234568.0"], ["1234569.5"]),
+    ("2024", ["12/25/2024"], ["1/2024"]),
+    ("1e-05", ["0.00001", "1e-5"], ["0.000011", "0"]),
+    ("18 dollars", ["$18"], ["18 or 19"]),
+    ("9" * 200, ["9" * 200], ["9" * 199 + "8", "9" * 5_000, "1e999999", "9.5"]),
+  ],
+)
+def test_numbers_are_read_as_people_write_them(gold, right, wrong):
+  item = {"answer": gold}
+  for answers, score in (right, 1.0), (wrong, 0.0):
+    for answer in answers:
+      said = completion("", answer=answer)
+      assert match.numeric(item, said) == score, answer
+
+
+@pytest.mark.parametrize(
+  "gold",
+  [
+    "three",
+    "",
+    "3 or 4",
+    "3,4",
+    "10-12",
+    "1/0",
+    "9" * 400,
+    "18 - 9 = 9\n#### 9",
+  ],
+)
+def test_a_gold_that_is_not_one_number_is_refused(gold):
+  with pytest.raises(ValueError, match="is not one number"):
+    match.numeric({"answer": gold}, completion("", answer="3"))
+
+
+@pytest.mark.parametrize(
   ("num_tokens", "score"), [(80, 0.0), (90, -0.5), (100, -1.0), (120, -1.0)]
 )
 def test_overlong_completions_lose_by_the_buffer(num_tokens, score):

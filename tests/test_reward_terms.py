@@ -150,6 +150,10 @@ def test_a_term_that_fails_for_good_fails_the_group_and_is_named(make_service):
   assert counts == {
     "reward_service/timeouts": 2,
     "reward_service/errors": 3,
+    "reward_service/lost/timeout": 1,
+    "reward_service/lost/died": 0,
+    "reward_service/lost/error": 1,
+    "reward_service/lost/nan": 0,
     "reward_service/fine/timeouts": 0,
     "reward_service/fine/errors": 0,
     "reward_service/slow/timeouts": 2,
@@ -263,6 +267,7 @@ def test_a_run_that_scores_code_says_how_programs_are_kept_in(monkeypatch):
     ("code", {"metadata": {"cases": [{"stdin": "1"}]}}, "no text as 'stdout'"),
     ("exact", {}, "it has no answer"),
     ("numeric", {}, "it has no answer"),
+    ("numeric", {"answer": "3 or 4"}, "is not one number"),
     ("mathematics", {}, "it has no answer"),
     ("reasoning_gym", {"answer": "1"}, "no question of reasoning-gym"),
   ],

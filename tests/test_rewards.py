@@ -53,9 +53,12 @@ def chain_sum_item(index):
   return {"dataset": "chain_sum", "params": PARAMS, **dataset[index]}
 
 
-def one_term_service(scorer, *, timeout_s, num_retries=0):
+def one_term_service(scorer, *, timeout_s, num_retries=0, fails_as_zero=False):
   term = term_lib.Term(
-    scorer=scorer, timeout_s=timeout_s, num_retries=num_retries
+    scorer=scorer,
+    timeout_s=timeout_s,
+    num_retries=num_retries,
+    fails_as_zero=fails_as_zero,
   )
   return reward_groups.service(term)
 
@@ -65,12 +68,10 @@ def make_service():
   """Services that share the fork server, closed when the module is done."""
   services = {}
 
-  def make(scorer=reward_scorers.length, timeout_s=5.0, num_retries=0):
-    key = scorer, timeout_s, num_retries
+  def make(scorer=reward_scorers.length, timeout_s=5.0, **limits):
+    key = scorer, timeout_s, *limits.items()
     if key not in services:
-      services[key] = one_term_service(
-        scorer, timeout_s=timeout_s, num_retries=num_retries
-      )
+      services[key] = one_term_service(scorer, timeout_s=timeout_s, **limits)
       services[key].warm_up()
     return services[key]
 
@@ -250,7 +251,7 @@ def test_scores_come_in_the_order_of_the_completions(make_service):
   [
     ("raises", "error: LookupError: no such answer a", "raise LookupError"),
     ("exits", "error: SystemExit: 3", "sys.exit(3)"),
-    ("dies", "error: the reward process died with exit code 3", ""),
+    ("dies", "died: the reward process ended with exit code 3", ""),
     ("returns_nan", "nan: the scorer returned nan", ""),
     ("returns_text", "error: the scorer returned 'very good', no number", ""),
     ("hangs", "timeout: a score took longer than 0.3 s", "time.sleep(60)"),
@@ -269,10 +270,14 @@ def test_a_reward_that_misbehaves_is_a_failure_with_its_reason(
   # The service goes on, in another process where it must.
   assert submit(service, {}, []).result() == []
   metrics = service.metrics()
+  # A dead process does not say which of the two it was, so each is tried alone.
+  count = 3 if scorer in ("dies", "hangs_in_c") else 2
   is_timeout = reason.startswith("timeout")
-  assert metrics["reward_service/timeouts"] == is_timeout
-  assert metrics["reward_service/errors"] == (not is_timeout)
+  assert metrics["reward_service/timeouts"] == count * is_timeout
+  assert metrics["reward_service/errors"] == count * (not is_timeout)
   assert metrics["reward_service/latency_s"] > 0.0
+  lost = {n: metrics[f"reward_service/lost/{n}"] for n in scoring.KINDS}
+  assert lost == dict.fromkeys(scoring.KINDS, 0) | {failure.kind: 2}
 
 
 def test_what_a_scorer_floods_is_cut(make_service):
@@ -305,11 +310,52 @@ def test_the_middle_of_a_long_answer_is_left_out():
     assert reward.answer == own and len(extracted) < 1_010
 
 
-def test_one_member_that_fails_fails_its_group_and_no_other(make_service):
-  service = make_service(reward_scorers.raises_on_b)
-  handles = [submit(service, {}, ["=a", f"={x}"]) for x in "abc"]
-  assert scores(handles[0]) == scores(handles[2]) == [1.0, 1.0]
-  assert isinstance(handles[1].result(), service_lib.RewardFailure)
+@pytest.mark.parametrize(
+  ("misbehaves", "kind"),
+  [
+    ("raises", "error"),
+    ("exits", "error"),
+    ("dies", "died"),
+    ("returns_nan", "nan"),
+    ("hangs", "timeout"),
+    ("hangs_in_c", "timeout"),
+  ],
+)
+@pytest.mark.parametrize("as_zero", [False, True])
+def test_a_completion_that_cannot_be_scored_is_lost_alone(
+  make_service, misbehaves, kind, as_zero
+):
+  service = make_service(
+    reward_scorers.on_b, timeout_s=0.3, fails_as_zero=as_zero
+  )
+  before = service.metrics()[f"reward_service/lost/{kind}"]
+  item = {"misbehaves": misbehaves}
+  handles = [submit(service, item, ["=a", f"={x}", "=aa"]) for x in "abc"]
+  assert scores(handles[0]) == scores(handles[2]) == [1.0, 1.0, 2.0]
+  first, failed, last = handles[1].result()
+  assert first.score == 1.0 and last.score == 2.0
+  if as_zero:
+    assert failed.score == 0.0
+  else:
+    assert isinstance(failed, service_lib.RewardFailure)
+    assert failed.kind == kind
+  after = service.metrics()[f"reward_service/lost/{kind}"]
+  assert after - before == 1
+
+
+def test_a_scorer_that_fails_on_all_is_broken_and_no_zero(make_service):
+  service = make_service(reward_scorers.raises, fails_as_zero=True)
+  failure = submit(service, {}, ["=a", "=b"]).result()
+  assert isinstance(failure, service_lib.RewardFailure)
+  # One alone, as evaluations submit it, does not tell.
+  assert scores(submit(service, {}, ["=a"])) == [0.0]
+
+
+def test_only_those_that_failed_are_tried_again(make_service, tmp_path):
+  service = make_service(reward_scorers.counts_and_fails_first, num_retries=1)
+  item = {"path": str(tmp_path / "tried")}
+  # The fourth call is for the second completion.
+  assert scores(submit(service, item, ["=a", "=b", "=b"])) == [1.0, 4.0, 3.0]
 
 
 def test_a_retry_may_succeed_and_is_counted(make_service, tmp_path):
@@ -378,6 +424,11 @@ def test_reward_processes_do_not_have_jax_though_this_one_has(make_service):
   assert "jax" in sys.modules
   service = make_service(reward_scorers.reports_jax)
   assert scores(submit(service, {}, ["=a"])) == [0.0]
+
+
+def test_no_score_waits_for_the_import_of_a_verifier(make_service):
+  service = make_service(reward_scorers.reports_verifiers)
+  assert scores(submit(service, {}, ["=a"])) == [1.0]
 
 
 @pytest.mark.slow

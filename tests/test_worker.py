@@ -242,6 +242,51 @@ def test_a_failed_reward_is_a_line_of_the_ledger_and_frees_its_place(
   worker_world.check_balance(world)
 
 
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_group_goes_on_without_the_member_that_cannot_be_scored(
+  make_world, filtered
+):
+  failure = service_lib.RewardFailure("timeout: too long")
+
+  def score(item, texts):
+    scores = [1.0] * len(texts) if filtered else list(range(len(texts)))
+    return [*scores[:-1], failure]
+
+  world = make_world(
+    rewards=tiny.Rewards(score), max_failed_groups=1, filter_zero_std=filtered
+  )
+  if filtered:
+    world.run_until(lambda state: state.next_index > 4)
+  else:
+    world.run_until(worker_world.finished(2))
+    groups = world.buffer.state().finished
+    for group in groups:
+      assert [t.member for t in group.trajectories] == [
+        *range(worker_world.GROUP_SIZE - 1)
+      ]
+      assert [t.score for t in group.trajectories] == [
+        *range(worker_world.GROUP_SIZE - 1)
+      ]
+    world.ledger.add_trained(
+      world.buffer.get_batch(0, 1.0), step=0, skipped_update=False
+    )
+    world.buffer.set_policy_version(1)
+  lines = world.lines()
+  assert {line["fate"] for line in lines} == {
+    "filtered" if filtered else "trained"
+  }
+  for line in lines:
+    (dropped,) = line["dropped"]
+    assert dropped["member"] == worker_world.GROUP_SIZE - 1
+    assert dropped["reason"] == "timeout: too long"
+    assert dropped["num_completion_tokens"] > 0
+    assert len(line["rewards"]) == worker_world.GROUP_SIZE - 1
+  assert world.ledger.state().failed_tokens == sum(
+    line["dropped"][0]["num_completion_tokens"] for line in lines
+  )
+  worker_world.check_balance(world)
+
+
 def test_too_many_failures_in_a_row_raise_with_the_first_traceback(make_world):
   def score(item, texts):
     if item["number"] in (0, 2, 3, 4):

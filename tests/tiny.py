@@ -384,8 +384,8 @@ def written_group(admission, versions=None):
 
 
 def reward(score):
-  """A reward that is a number only, unless it is one already."""
-  if isinstance(score, types.Reward):
+  """A reward that is a number only, unless it is one already or a failure."""
+  if isinstance(score, types.Reward | service_lib.RewardFailure):
     return score
   return types.Reward(score=float(score))
 

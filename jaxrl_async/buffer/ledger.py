@@ -35,7 +35,8 @@ class LedgerState:
     offset_bytes: length of the file.
     trained_tokens: completion tokens of all trained groups.
     filtered_tokens: completion tokens of all filtered groups.
-    failed_tokens: completion tokens of all failed groups.
+    failed_tokens: completion tokens of all failed groups, and of the members
+      that other groups went on without.
   """
 
   offset_bytes: int = 0
@@ -159,7 +160,7 @@ class Ledger:
   def _add(
     self, groups: Sequence[types.RolloutGroup], fate: types.Fate, **more: Any
   ) -> None:
-    lines, num_tokens = [], 0
+    lines, num_tokens, num_dropped = [], 0, 0
     for group in groups:
       record = {**_describe(group), "fate": fate, **more}
       if fate is types.Fate.TRAINED:
@@ -168,16 +169,16 @@ class Ledger:
           None if oldest is None else more["step"] - oldest
         )
       num_tokens += sum(record["num_completion_tokens"])
+      num_dropped += sum(one.num_completion_tokens for one in group.dropped)
       lines.append(_ENCODER.encode(record) + "\n")
     written = "".join(lines).encode()
-    total = f"{fate}_tokens"
     with self._lock:
       self._file.append(written)
-      self._state = dataclasses.replace(
-        self._state,
-        offset_bytes=self._state.offset_bytes + len(written),
-        **{total: getattr(self._state, total) + num_tokens},
-      )
+      totals = dataclasses.asdict(self._state)
+      totals["offset_bytes"] += len(written)
+      totals[f"{fate}_tokens"] += num_tokens
+      totals["failed_tokens"] += num_dropped
+      self._state = LedgerState(**totals)
 
 
 def _writers(
@@ -218,8 +219,8 @@ def _describe(group: types.RolloutGroup) -> dict[str, Any]:
   `writers` says of each trajectory which replica generated how many tokens with
   which version of the weights, in order: [replica, version, tokens]. Rewards
   are listed in the order of the trajectories, with another list for each named
-  part. A reward that is missing or not finite becomes null, because
-  JSON has no NaN.
+  part. `dropped` are the members that could not be scored. A reward that is
+  missing or not finite becomes null, because JSON has no NaN.
   """
   members = group.trajectories
   versions = group.written_versions()
@@ -245,6 +246,7 @@ def _describe(group: types.RolloutGroup) -> dict[str, Any]:
       name: [_finite(r and r.parts.get(name)) for r in rewards]
       for name in names
     },
+    "dropped": [dataclasses.asdict(one) for one in group.dropped],
     "times_s": {name: float(t) for name, t in group.times_s.items()},
   }
 

@@ -45,6 +45,7 @@ ProximalMode = algorithm_section.ProximalMode
 StalenessControlSection = algorithm_section.StalenessControlSection
 KvOnAdopt = rollout_section.KvOnAdopt
 OnBadRow = task_section.OnBadRow
+OnFailedScore = task_section.OnFailedScore
 Preemption = rollout_section.Preemption
 RolloutSection = rollout_section.RolloutSection
 TaskSection = task_section.TaskSection

@@ -24,6 +24,13 @@ class OnBadRow(enum.Enum):
   SKIP = "skip"
 
 
+class OnFailedScore(enum.Enum):
+  """What happens to a completion that cannot be scored."""
+
+  DROP = "drop"
+  ZERO = "zero"
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class DatasetSection:
   """One dataset, and how its rows become prompts."""
@@ -143,7 +150,11 @@ class TaskSection(DatasetSection):
   reward_retries: int = setting(
     1, low=0, high=1000, free=setting_lib.SUPERVISION
   )
-  """Further attempts before a group is counted as failed."""
+  """Further attempts before a completion, or a request, counts as failed."""
+  on_failed_score: OnFailedScore = setting(OnFailedScore.DROP, **_SCORE)
+  """Whether a completion whose scorer raises, hangs or dies is left out of its
+  group or gets the score 0. If that happens to all of a group, the group
+  fails."""
   max_failed_groups: int = setting(8, low=1, free=setting_lib.SUPERVISION)
   """The run ends after this many failed groups in a row."""
   question_workers: int = setting(

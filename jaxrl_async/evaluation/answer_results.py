@@ -69,7 +69,8 @@ def _of_question(
   for k in answer_statistics.powers_of_two(samples):
     values[f"pass@{k}"] = answer_statistics.pass_at_k(len(right), sum(right), k)
   if samples > 1:
-    texts = [text for text, _ in scored]
+    # An empty answer is none, as in reward/unextracted_frac.
+    texts = [text or None for text, _ in scored]
     values[f"maj@{samples}"] = answer_statistics.majority(texts, right)
   return values | {
     "score_mean": mean(scores),

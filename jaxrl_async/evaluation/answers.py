@@ -107,6 +107,7 @@ def _scored(
   if isinstance(outcome, service_lib.RewardFailure):
     return answer._replace(failure=outcome)
   (reward,) = outcome
+  assert isinstance(reward, types.Reward)  # one that failed fails its group
   trajectory = dataclasses.replace(answer.trajectory, reward=reward)
   return answer._replace(trajectory=trajectory)
 

@@ -80,6 +80,7 @@ def _measured(
       score=trajectory.reward and trajectory.reward.score,
       num_tokens=trajectory.num_completion_tokens,
       is_truncated=trajectory.finish_reason is types.FinishReason.LENGTH,
+      answer=trajectory.reward and trajectory.reward.answer,
     )
     for question, trajectory, _ in answers
   ]

@@ -7,7 +7,24 @@ from typing import Any
 
 from jaxrl_async.types import Completion, FinishReason
 
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?")
+# Numbers with slashes between them, and perhaps a whole number before.
+_DIGITS = re.compile(
+  r"(?:\d{1,9}[ \t]+(?=\d{1,9}[ \t]*/))?"
+  r"(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?(?:[ \t]*/[ \t]*\d+)*"
+)
+_FRACTION = re.compile(r"(?:(\d+)[ \t]+)?(\d{1,300})[ \t]*/[ \t]*(\d{1,300})")
+_THOUSANDS = re.compile(r"\d{1,3}(?:,\d{2,3})*,\d{3}(?![\d,])")
+# Hyphens, the minus sign and the en dash. An em dash parts sentences.
+DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
+_TO_HYPHEN = dict.fromkeys(map(ord, DASHES), "-")
+_MONEY = r"(?:\\?[$€£¥])?"
+# A sign stands before its number, not between two. With a space after it, it
+# begins the text or follows a sign of its own.
+_MINUS = re.compile(
+  rf"(?:(?:^|[^\w)\]}}%.-])-{_MONEY}|(?:^|[=:(\[{{,;<>≈*\n])\s*-\s*{_MONEY}\s*)$"
+)
+_MOST_DIGITS = 300  # of an integer; more are infinite for a float
+_MOST_BEFORE = 20  # characters that are looked at for a sign
 _TOLERANCE = 1e-6  # relative
 
 
@@ -21,20 +38,66 @@ def exact(item: Mapping[str, Any], completion: Completion) -> float:
 def numeric(item: Mapping[str, Any], completion: Completion) -> float:
   """Score 1 if the last number of the answer equals that of the item's answer.
 
-  Commas between digits are dropped. Numbers are equal within 1e-6 of their
-  size.
+  Commas that part thousands are dropped, and 1/2 is a number. Integers are
+  compared exactly, and other numbers within 1e-6 of their size.
+
+  Raises:
+    ValueError: the item's answer is not one number.
   """
-  expected = last_number(str(item["answer"]))
+  expected = gold_number(item["answer"])
   answer = last_number(completion.answer or "")
-  if expected is None or answer is None:
+  if answer is None:
     return 0.0
+  if isinstance(answer, int) and isinstance(expected, int):
+    return float(answer == expected)
   return float(math.isclose(answer, expected, rel_tol=_TOLERANCE))
 
 
-def last_number(text: str) -> float | None:
+def gold_number(answer: Any) -> int | float:
+  """Return the only number of an item's answer.
+
+  Raises:
+    ValueError: there is none, or more than one.
+  """
+  text = str(answer)
+  number = last_number(text)
+  if number is None or math.isinf(number) or len(_numbers(text)) > 1:
+    raise ValueError(
+      f"its answer {text!r:.80} is not one number; use another reward, such as"
+      " mathematics or exact"
+    )
+  return number
+
+
+def last_number(text: str) -> int | float | None:
   """Return the last number in a text, or None if there is none."""
-  found = _NUMBER.findall(text)
-  return float(found[-1].replace(",", "")) if found else None
+  text = text.translate(_TO_HYPHEN)
+  found = _numbers(text)
+  if not found:
+    return None
+  start, size = found[-1]
+  before = text[max(start - _MOST_BEFORE, 0) : start]
+  return -size if _MINUS.search(before) else size
+
+
+def _numbers(text: str) -> list[tuple[int, int | float]]:
+  """Return where the numbers of a text begin, and their sizes without sign."""
+  found: list[tuple[int, int | float]] = []
+  for match in _DIGITS.finditer(text):
+    if fraction := _FRACTION.fullmatch(match[0]):
+      whole, over, under = map(int, fraction.groups("0"))
+      size = whole + over / under if under else math.inf
+      found.append((match.start(), size))
+      continue
+    # Commas part thousands, or numbers.
+    digits = r"[^/ \t]+" if _THOUSANDS.match(match[0]) else r"[^/, \t]+"
+    for part in re.finditer(digits, match[0]):
+      number = part[0].replace(",", "")
+      is_integer = number.isdigit() and len(number) < _MOST_DIGITS
+      found.append(
+        (match.start() + part.start(), (int if is_integer else float)(number))
+      )
+  return found
 
 
 def answered(item: Mapping[str, Any], completion: Completion) -> float:

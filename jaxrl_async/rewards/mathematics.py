@@ -3,7 +3,8 @@ r"""Whether two mathematical answers are equal, through math-verify.
 An answer is looked for where texts of this kind put it: in the last `\boxed{}`,
 after the last `####` (GSM8K), or, if the caller accepts it, in the whole text.
 It is compared as mathematics: 0.5 equals \frac{1}{2}, intervals and sets are
-compared as such, units and dollar signs are dropped.
+compared as such, units and dollar signs are dropped. An answer of letters only
+is compared as text.
 """
 
 from collections.abc import Mapping
@@ -12,40 +13,82 @@ import logging
 import re
 from typing import Any
 
+from jaxrl_async.rewards import answer_size
+from jaxrl_async.rewards import spelling
 from jaxrl_async.types import Completion, Reward
 
-# A box, or a brace that is not escaped, as those of sets are.
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
-_HASHES = re.compile(r"####[ \t]*([^\n]*)")
+_BOX = r"\\(?:boxed|fbox)"
+# A box, a backslash or brace that is escaped, or a brace that is not.
+_BRACE = re.compile(rf"{_BOX}\s*\{{|\\(?!{_BOX})[\\{{}}]|[{{}}]")
+# What TeX boxes without braces is one token. People mean the word.
+_BARE_BOX = re.compile(rf"{_BOX}(?![a-zA-Z])[ \t]*([^\s${{}}]+)")
+# Between boxes that are one answer: $x=\boxed{3}$ or $x=\boxed{5}$.
+_BETWEEN_BOXES = re.compile(
+  r"(?:\s|\\[()\[\],;: ]|\$|~)*(?:[,;]|\\text\{\s*(?:and|or)\s*\}|and\b|or\b)"
+  r"(?:\s|\\[()\[\],;: ]|\$|~|and\b|or\b|\\text\{\s*(?:and|or)\s*\})*"
+  r"(?:[a-zA-Z](?:_\{?\w\}?)?\s*=\s*)?\s*"
+)
+_MOST_BETWEEN = 60  # characters
+_HASHES = re.compile(
+  r"####+[ \t]*(?:(?:\*\*)?(?:the )?(?:final )?answer\b(?: is)?[ \t]*:?"
+  r"(?:\*\*)?[ \t]*:?\s*)?([^\n]*)",
+  re.IGNORECASE,
+)
+# A line that is a heading, not an answer: it has words.
+_WORDS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 # What a longer answer could cost: math-verify's grammar backtracks.
 _MAX_CHARACTERS = 1_000
+# Relative, of numbers that the library calls equal, and of those it does not.
+_TOLERANCE, _EXACT = 1e-4, 1e-12
 
 
 def boxed(text: str) -> str | None:
   r"""Return what the last complete `\boxed{}` or `\fbox{}` holds.
 
-  It takes time in proportion to the text, however many boxes never end.
+  Boxes that only a comma, "and" or "or" parts are one answer, a set. Without a
+  complete box it is the word after the last `\boxed`. It takes time in
+  proportion to the text, however many boxes never end.
   """
-  start, end, opened = -1, -1, []
+  boxes: list[tuple[int, int, int]] = []  # outer start, start and end
+  opened: list[tuple[int, int] | None] = []
   for match in _BRACE.finditer(text):
-    if match[0] == "}":
+    if match[0] == "{":
+      opened.append(None)
+    elif match[0] == "}":
       box = opened.pop() if opened else None
-      if box is not None and box > start:
-        start, end = box, match.start()
-    else:
-      opened.append(None if match[0] == "{" else match.end())
-  return text[start:end].strip() if start >= 0 else None
+      if box is not None:
+        boxes.append((*box, match.start()))
+    elif match[0].endswith("{") and not match[0] == "\\{":
+      opened.append((match.start(), match.end()))
+  if not boxes:
+    bare = _BARE_BOX.findall(text)
+    return bare[-1] if bare else None
+  # In the order of their beginnings the last one is no part of another.
+  boxes.sort()
+  found = [boxes.pop()]
+  while boxes:
+    outer, _, _ = found[-1]
+    _, _, end = boxes[-1]
+    between = text[end + 1 : outer]
+    if len(between) > _MOST_BETWEEN or not _BETWEEN_BOXES.fullmatch(between):
+      break
+    found.append(boxes.pop())
+  answers = [text[start:end].strip() for _, start, end in reversed(found)]
+  return ", ".join(dict.fromkeys(answers))
 
 
 def answer_of(text: str) -> str | None:
   r"""Return the answer in a text: its last box, else what follows `####`.
 
-  None if it has neither, or nothing in it.
+  Headings of Markdown begin so too. The last line is taken that has no words,
+  and the last of all if each has some. None if there is no answer, or nothing
+  in it.
   """
   answer = boxed(text)
   if answer is None:
-    hashes = _HASHES.findall(text)
-    answer = hashes[-1].strip() if hashes else None
+    lines = [line.strip(" \t#*") for line in _HASHES.findall(text)]
+    bare = [line for line in lines if line and not _WORDS.search(line)]
+    answer = (bare or lines or [""])[-1]
   return answer or None
 
 
@@ -62,10 +105,17 @@ def _library() -> Any:
 def _readings(answer: str) -> list[Any]:
   """Return an answer as mathematics, in each way that it can be read."""
   library = _library()
-  answer = answer.strip()
-  # No timeouts of its own: they would take the reward process's alarm away.
-  inline = re.sub(r"^\$+|\$+$|^\\\[|\\\]$|^\\\(|\\\)$", "", answer).strip()
-  return library.parse(f"\\boxed{{{inline}}}", parsing_timeout=None)
+  braces = re.sub(r"\\.", "", answer, flags=re.DOTALL)
+  if braces.count("{") != braces.count("}"):
+    return []  # it would end the box
+  # Of what it cannot read as a whole it would read a part. No timeouts of its
+  # own: they would take the reward process's alarm away.
+  return library.parse(
+    f"\\boxed{{{answer}}}",
+    [library.LatexExtractionConfig(boxed_match_priority=0)],
+    extraction_mode="first_match",
+    parsing_timeout=None,
+  )
 
 
 def are_equal(expected: str, answer: str | None) -> bool:
@@ -73,16 +123,63 @@ def are_equal(expected: str, answer: str | None) -> bool:
 
   Args:
     expected: LaTeX or plain.
-    answer: the same; None is never right.
+    answer: the same; None is never right. One that would take long to compute,
+      such as a tower of powers, is right only verbatim.
   """
   if answer is None or len(answer) > _MAX_CHARACTERS:
     return False
   if answer.strip() == expected.strip():
     return bool(answer.strip())
-  gold, read = _readings(expected), _readings(answer)
-  if not gold or not read:
+  gold_words, words = spelling.words(expected), spelling.words(answer)
+  if gold_words is not None and (words is not None or len(gold_words) > 2):
+    return gold_words == words
+  gold, said = spelling.latex(expected), spelling.latex(answer)
+  if gold == said:
+    return bool(said)
+  gold, said, is_same_base = answer_size.without_base(gold, said)
+  if not is_same_base or answer_size.is_too_large(said, gold):
     return False
-  return bool(_library().verify(gold, read, timeout_seconds=None))
+  golds, read = _readings(gold), _readings(said)
+  if not golds or not read:
+    return False
+  if "\\infty" in said and "\\infty" not in gold and _is_term(read[0]):
+    return False  # the library takes some infinite terms for any set
+  is_right = bool(_library().verify(golds, read, timeout_seconds=None))
+  sizes = _size(golds[0]), _size(read[0])
+  if sizes[0] is None or sizes[1] is None:
+    return is_right
+  # The library compares decimals: it takes all small numbers as equal, and
+  # \sqrt{2} and 2^{0.5} as different.
+  has_float = any(one.atoms(_float()) for one in (golds[0], read[0]))
+  if not is_right and not has_float:
+    return False
+  tolerance = _TOLERANCE if is_right else _EXACT
+  scales = (1, 100) if "%" in gold + said else (1,)  # 50% is 0.5, and 50
+  return any(
+    bool(abs(x - y) <= tolerance * max(abs(x), abs(y)))
+    for scale in scales
+    for x, y in ((sizes[0] * scale, sizes[1]), (sizes[0], sizes[1] * scale))
+  )
+
+
+def _float() -> type:
+  import sympy
+
+  return sympy.Float
+
+
+def _is_term(reading: Any) -> bool:
+  import sympy
+
+  return isinstance(reading, sympy.Expr)
+
+
+def _size(reading: Any) -> Any:
+  """Return a real number to 20 digits, and None for what is none."""
+  if not getattr(reading, "is_number", False):
+    return None
+  value = reading.doit().evalf(20)
+  return value if isinstance(value, _float()) or value.is_zero else None
 
 
 def score(item: Mapping[str, Any], completion: Completion) -> Reward:
@@ -102,6 +199,8 @@ def score(item: Mapping[str, Any], completion: Completion) -> Reward:
   if answer is None:
     answer = completion.answer
   is_right = are_equal(expected, answer)
+  if answer is not None and len(answer) <= _MAX_CHARACTERS:
+    answer = spelling.latex(answer)  # equal ones are counted together
   return Reward(
     score=float(is_right),
     parts={"answered": float(bool(answer))},

@@ -102,6 +102,11 @@ def _has_answer(item: Mapping[str, Any]) -> None:
     raise ValueError("it has no answer; task.fields can name its column")
 
 
+def _is_a_number(item: Mapping[str, Any]) -> None:
+  _has_answer(item)
+  match.gold_number(item["answer"])
+
+
 def _is_of_the_library(item: Mapping[str, Any]) -> None:
   if not {"dataset", "params"} <= item.keys():
     raise ValueError(
@@ -115,7 +120,7 @@ def _is_of_the_library(item: Mapping[str, Any]) -> None:
 _CHECKS: Mapping[Any, Callable[[Mapping[str, Any]], None]] = {
   code.score: code.check_item,
   match.exact: _has_answer,
-  match.numeric: _has_answer,
+  match.numeric: _is_a_number,
   mathematics.score: _has_answer,
   reasoning.score: _is_of_the_library,
 }

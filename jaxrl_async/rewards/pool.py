@@ -191,11 +191,12 @@ def _outcome(future: futures.Future) -> scoring.Outcome:
     if error.exitcode == -signal.SIGVTALRM:
       return scoring.RewardFailure(_KILLED)
     return scoring.RewardFailure(
-      f"error: the reward process died with exit code {error.exitcode}"
+      f"died: the reward process ended with exit code {error.exitcode}"
     )
   if isinstance(error, TimeoutError):
     return scoring.RewardFailure(_KILLED)
   return scoring.RewardFailure(
     f"error: {scoring.one_line(error)}",
     scoring.where_raised(error),
+    is_of_group=True,  # scorers raise nothing
   )

@@ -4,7 +4,8 @@ Only the fork server imports this module. It does three things once, so that
 each reward process starts within milliseconds. That includes a process which
 replaces one that hung.
 
-- It imports reasoning-gym, and what turns tokens into text.
+- It imports reasoning-gym and math-verify, and what turns tokens into text, so
+  that no score waits for them.
 - It ignores Ctrl-C and hangups, which a terminal sends to all processes of a
   run. Only the main process handles them; the others end when it ends.
 - It keeps `multiprocessing` from running the parent's main script again in each
@@ -16,6 +17,7 @@ from multiprocessing import spawn
 import signal
 from typing import Any
 
+from jaxrl_async.rewards import mathematics
 from jaxrl_async.rewards import reasoning
 from jaxrl_async.rewards import scoring  # noqa: F401, for its children
 
@@ -23,6 +25,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 reasoning.library()
+mathematics.are_equal("1", "2")  # which also makes the tables of the parser
 
 _prepare = spawn.prepare
 

@@ -11,6 +11,7 @@ import types
 from typing import Any
 import warnings
 
+from jaxrl_async.rewards import guards
 from jaxrl_async.types import Completion
 
 
@@ -57,6 +58,9 @@ def score(item: Mapping[str, Any], completion: Completion) -> float:
 def score_answer(item: Mapping[str, Any], answer: str | None) -> float:
   """Return the dataset's score of an answer, from 0 to 1.
 
+  An answer for which the library raises scores 0, unless it raises for the
+  right one too.
+
   Args:
     item: an item of `questions.QuestionSource`.
     answer: the extracted answer. None means that there is no answer, and scores
@@ -64,9 +68,27 @@ def score_answer(item: Mapping[str, Any], answer: str | None) -> float:
   """
   if answer is None:
     return 0.0
+  score = _scorer(item)
+  expected = item.get("answer")
+  is_expected = answer.strip() == str(expected).strip()
+  if not is_expected and not guards.lets_through(answer, item):
+    return 0.0
+  try:
+    found = float(score(answer, item))
+  except Exception:  # it parses what a policy wrote
+    if expected is not None:
+      score(expected, item)
+    return 0.0
+  # Not more for NaN than for nothing.
+  return found if found >= 0 else 0.0
+
+
+def _scorer(
+  item: Mapping[str, Any],
+) -> Callable[[str | None, Mapping[str, Any]], float]:
   # A scorer may depend on the dataset's parameters, so the item holds them.
   key = f"{item['dataset']} {item['params']!r}"
   if key not in _SCORERS:
     dataset = create_dataset(item["dataset"], item["params"], seed=0)
     _SCORERS[key] = dataset.score_answer
-  return float(_SCORERS[key](answer, item))
+  return _SCORERS[key]

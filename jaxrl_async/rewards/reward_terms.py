@@ -34,6 +34,7 @@ def of_task(task: sections.TaskSection) -> list[term_lib.Term]:
       weight=float(entry.get("weight", 1.0)),
       timeout_s=float(entry.get("timeout_s", task.reward_timeout_s)),
       num_retries=entry.get("retries", task.reward_retries),
+      fails_as_zero=_fails_as_zero(task),
       sources=tuple(entry.get("sources", ())),
     )
     for name, entry in entries.items()
@@ -49,7 +50,12 @@ def of_scorer(
     scorer=scorer,
     timeout_s=task.reward_timeout_s,
     num_retries=task.reward_retries,
+    fails_as_zero=_fails_as_zero(task),
   )
+
+
+def _fails_as_zero(task: sections.TaskSection) -> bool:
+  return task.on_failed_score is sections.OnFailedScore.ZERO
 
 
 def _scorer(

@@ -13,6 +13,7 @@ from jaxrl_async.config import user_code
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import returned as returned_lib
+from jaxrl_async.rewards import sandbox as sandbox_lib
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -31,17 +32,30 @@ _MAX_MESSAGE, _MAX_TRACEBACK = 1_000, 20_000  # characters
 _MAX_ANSWER = 1_000
 
 
+# What may happen to a score: its time was up, its process died, it raised or
+# was no reward, it was not finite.
+KINDS: tuple[str, ...] = "timeout", "died", "error", "nan"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RewardFailure:
-  """Why a group has no scores.
+  """Why a completion, or a whole group, has no score.
 
   Attributes:
-    reason: one line that starts with "timeout", "error" or "nan".
+    reason: one line that begins with one of `KINDS` and a colon.
     traceback: traceback of the scorer; "" if its process died.
+    is_of_group: whether no completion can be the cause, as where a server is
+      down or no sandbox can be made.
   """
 
   reason: str
   traceback: str = ""
+  is_of_group: bool = False
+
+  @property
+  def kind(self) -> str:
+    """One of `KINDS`."""
+    return self.reason.partition(":")[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,13 +63,13 @@ class Scored:
   """What one attempt at one term of a group found.
 
   Attributes:
-    rewards: of each completion.
+    rewards: of each completion, or why it has none.
     answers: those extracted from the completions; see
       `extraction.extract_answer`. The middle of long ones is left out, here and
       in the rewards.
   """
 
-  rewards: list[Reward]
+  rewards: list[Reward | RewardFailure]
   answers: list[str | None]
 
 
@@ -64,12 +78,12 @@ Outcome = Scored | RewardFailure
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-  """One attempt at one term of a group's score.
+  """One attempt at one term of the score of a group, or of a part of it.
 
   Attributes:
     term: number of the term.
     item: of the prompt, which is passed to the scorer.
-    group: its trajectories.
+    group: the trajectories.
   """
 
   term: int
@@ -92,7 +106,7 @@ class Scorers:
   tokenizer: tokenizer_lib.Tokenizer
 
   def score(self, attempt: Attempt) -> Outcome:
-    """Return the rewards of a group, or the first failure."""
+    """Return the rewards of a group, or a failure that is its own."""
     completions = [
       dataclasses.replace(
         completion,
@@ -104,7 +118,12 @@ class Scorers:
     if isinstance(rewards, RewardFailure):
       return rewards
     return Scored(
-      [dataclasses.replace(x, answer=_short(x.answer)) for x in rewards],
+      [
+        dataclasses.replace(x, answer=_short(x.answer))
+        if isinstance(x, Reward)
+        else x
+        for x in rewards
+      ],
       [_short(completion.answer) for completion in completions],
     )
 
@@ -163,15 +182,21 @@ def score_group(
   term: term_lib.Term,
   item: dict[str, Any],
   completions: list[Completion],
-) -> list[Reward] | RewardFailure:
-  """Return the reward of each completion, or the first failure."""
+) -> list[Reward | RewardFailure] | RewardFailure:
+  """Return the reward of each completion, or its failure.
+
+  A failure that no completion has caused is that of the group.
+  """
   scorer = term.scorer
   if isinstance(scorer, server_lib.RewardServer):
-    return _before_deadline(
+    found = _before_deadline(
       lambda: scorer.score(item, completions),
       term.timeout_s,
       f"timeout: {scorer.url} took longer than {term.timeout_s:g} s",
     )
+    if isinstance(found, RewardFailure):
+      return dataclasses.replace(found, is_of_group=True)
+    return [*found]
   rewards = []
   for completion in completions:
 
@@ -179,14 +204,14 @@ def score_group(
       returned = scorer(item, completion)
       return returned_lib.as_reward(returned, len(completion.tokens))
 
-    reward = _before_deadline(
+    found = _before_deadline(
       score,
       term.timeout_s,
       f"timeout: a score took longer than {term.timeout_s:g} s",
     )
-    if isinstance(reward, RewardFailure):
-      return reward
-    rewards.append(reward)
+    if isinstance(found, RewardFailure) and found.is_of_group:
+      return found
+    rewards.append(found)
   return rewards
 
 
@@ -229,7 +254,11 @@ def _before_deadline(
   if isinstance(error, returned_lib.NoRewardError):
     return RewardFailure(str(error))
   if error is not None:
-    return RewardFailure(f"error: {one_line(error)}", where)
+    return RewardFailure(
+      f"error: {one_line(error)}",
+      where,
+      is_of_group=isinstance(error, sandbox_lib.SandboxError),
+    )
   return result
 
 

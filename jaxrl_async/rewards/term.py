@@ -23,7 +23,10 @@ class Term:
       its reward, which then is the scorer's own.
     weight: factor of its score, and of its token scores, in the sum.
     timeout_s: time limit of one score, or of one request to a server.
-    num_retries: number of further attempts at a group before it fails.
+    num_retries: number of further attempts at a completion, or at a request,
+      before it fails.
+    fails_as_zero: whether a completion that cannot be scored gets 0, and is
+      not left out of its group.
     sources: the items whose `source` is one of these are scored by it; () are
       all items.
   """
@@ -33,6 +36,7 @@ class Term:
   weight: float = 1.0
   timeout_s: float
   num_retries: int
+  fails_as_zero: bool = False
   sources: tuple[str, ...] = ()
 
   def scores(self, item: dict[str, Any]) -> bool:

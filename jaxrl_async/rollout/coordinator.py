@@ -485,13 +485,12 @@ class Coordinator:
       return
     self._failures.clear()
     running.times_s["scored"] = self._busy.now()
-    group = running.group()
-    for trajectory, reward in zip(group.trajectories, outcome, strict=True):
-      trajectory.reward = reward
+    group = running_group.scored(running.group(), outcome)
     index = running.admission.index
     del self._running[index]
+    rewards = [x for x in outcome if isinstance(x, types.Reward)]
     is_empty = types.teach_nothing(
-      outcome, reads_token_scores=self.settings.reads_token_scores
+      rewards, reads_token_scores=self.settings.reads_token_scores
     )
     self.stream.record(running.prompt.prompt_id, teaches=not is_empty)
     if self.settings.filter_zero_std and is_empty:
@@ -502,7 +501,7 @@ class Coordinator:
         raise RewardError(
           f"{self._num_filtered} groups in a row had equal rewards and were"
           " left out (algorithm.filter_zero_std); the last reward was"
-          f" {outcome[0].score:g}: the questions are too easy or too hard"
+          f" {rewards[0].score:g}: the questions are too easy or too hard"
         )
     else:
       self._num_filtered = 0

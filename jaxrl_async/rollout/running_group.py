@@ -193,6 +193,27 @@ def joined(
   return found
 
 
+def scored(
+  group: types.RolloutGroup,
+  outcome: Sequence[types.Reward | service_lib.RewardFailure],
+) -> types.RolloutGroup:
+  """Return a group with its rewards, without the members that have none."""
+  kept, dropped = [], []
+  for trajectory, found in zip(group.trajectories, outcome, strict=True):
+    if isinstance(found, types.Reward):
+      trajectory.reward = found
+      kept.append(trajectory)
+    else:
+      dropped.append(
+        types.Dropped(
+          member=trajectory.member,
+          num_completion_tokens=trajectory.num_completion_tokens,
+          reason=found.reason,
+        )
+      )
+  return dataclasses.replace(group, trajectories=kept, dropped=tuple(dropped))
+
+
 def oldest_metrics(
   groups: Mapping[int, RunningGroup], now_s: float
 ) -> dict[str, float]:

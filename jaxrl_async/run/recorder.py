@@ -234,7 +234,9 @@ class Recorder:
     delta = {name: totals[name] - self._last[name] for name in totals}
     self._last = totals
     step_s = max(delta["run/rl_s"], 1e-9)
-    trained = sum(g.num_completion_tokens for g in pending.groups)
+    trained = sum(
+      t.num_completion_tokens for g in pending.groups for t in g.trajectories
+    )
     values |= step_metrics.pass_at_k(pending.groups, self._solved_score)
     values |= _rollout_metrics(delta, step_s)
     values |= self._rewards.metrics()

@@ -19,6 +19,7 @@ from jaxrl_async.types import (
   TOKEN_ARRAYS,
   Admission,
   CacheBuild,
+  Dropped,
   FinishReason,
   Prompt,
   Reward,
@@ -156,6 +157,7 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
     "item": item,
     "num_prompt_tokens": len(group.prompt.tokens),
     "times_s": group.times_s,
+    "dropped": [dataclasses.asdict(one) for one in group.dropped],
     "trajectories": [
       {
         "member": trajectory.member,
@@ -239,6 +241,7 @@ def _read_group(
       item=item_json.decode(record["item"]),
     ),
     trajectories=trajectories,
+    dropped=tuple(Dropped(**one) for one in record["dropped"]),
     times_s=record["times_s"],
   )
 

@@ -1,0 +1,197 @@
+r"""Answers as people and models write them, in LaTeX that math-verify reads.
+
+A verdict must not depend on how a right answer is typed: 90° is 90, `**5**` is
+5, √2 is \sqrt{2} and 1\,234\,567 is 1234567. What an answer means is decided
+elsewhere.
+"""
+
+import functools
+import re
+import unicodedata
+
+from jaxrl_async.rewards import match
+
+_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "0123456789+-()ni"
+_SUBSCRIPTS = "₀₁₂₃₄₅₆₇₈₉₊₋₍₎", "0123456789+-()"
+_GREEK = (
+  "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi"
+  " omicron pi rho varsigma sigma tau upsilon phi chi psi omega"
+).split()
+_SYMBOLS = {
+  **{chr(ord("α") + i): f"\\{name} " for i, name in enumerate(_GREEK)},
+  **dict.fromkeys(match.DASHES, "-"),
+  "×": "\\times ",
+  "·": "\\cdot ",
+  "⋅": "\\cdot ",
+  "÷": "/",
+  "⁄": "/",
+  "∕": "/",
+  "∞": "\\infty ",
+  "≤": "\\le ",
+  "≥": "\\ge ",
+  "≠": "\\ne ",
+  "±": "\\pm ",
+  "∪": "\\cup ",
+  "∩": "\\cap ",
+  "∅": "\\emptyset ",
+  "∈": "\\in ",
+  "°": "^\\circ ",
+  "√": "\\sqrt ",
+  "“": '"',
+  "”": '"',
+  "’": "'",
+}
+_TO_LATEX = str.maketrans(_SYMBOLS)
+# A space that only looks narrow, a brace around a comma, between the digits.
+_BETWEEN_THOUSANDS = re.compile(
+  r"(?<=\d)(?:,?\\[,!;: ]|~|\{,\}|\{\\,\})(?=\d{3}(?!\d))"
+)
+_SPACED_THOUSANDS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_SCIENTIFIC = re.compile(r"(-?\d*\.?\d+)[eE]([-+]?\d{1,4})")
+_STYLE = re.compile(
+  r"\\(?:displaystyle|underline|boldsymbol|bm|pmb"
+  r"|(?:text)?color\s*\{\w+\})(?![A-Za-z])"
+)
+_TEXT = re.compile(
+  r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|mbox|hbox"
+  r"|operatorname)\s*\{([^{}]*)\}"
+)
+_ENDS = re.compile(r"(?:\\\\|\\[,;:! ]|\\q?quad|~|[.,;:]|\s)+$")
+_BEGINS = re.compile(
+  r"^(?:\\text\s*\{)?\s*(?:the )?(?:final )?answer(?: is)?\s*:?\s*\}?\s*"
+  r"|^(?:≈|\\approx)\s*",
+  re.IGNORECASE,
+)
+_AROUND = (
+  ("**", "**"),
+  ("__", "__"),
+  ("*", "*"),
+  ("`", "`"),
+  ('"', '"'),
+  ("$$", "$$"),
+  ("$", "$"),
+  ("\\(", "\\)"),
+  ("\\[", "\\]"),
+)
+_MIXED = re.compile(r"(-?\d+)\s+(\d+)\s*/\s*(\d+)")
+_DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*[CF]?\s*$")
+_CURRENCY = re.compile(r"\\?\$|[€£¥]")
+# Words after a number. They are its unit, apart from those that are part of it.
+_UNIT = re.compile(
+  r"(?<=[\d})])\s*(?:\\ |~)*\s*"
+  r"(?P<unit>(?:(?:[a-zA-Zµ]{2,}+|(?<![\d}a-zA-Z])[a-zA-Z])\.?"
+  r"(?:\^\{?-?[1-9]\}?)?(?:[/\s~-]|\\ |\\cdot )*+)+)$"
+)
+_NO_UNITS = re.compile(
+  r"\b(?:and|or|not|hundred|thousand|million|billion|trillion|dozen|half|base"
+  r"|mod|modulo|plus|minus|times|over|squared|cubed|factorial|to|sin|cos|tan"
+  r"|cot|sec|csc|log|ln|exp|sqrt|pi|inf|infty|infinity|percent|percentage|pct"
+  r"|if|for|when|where|than|more|less|am|pm|i|x|y|z|n|e)\b|a\.m|p\.m",
+  re.I,
+)
+_LETTERS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
+_TIME_OF_DAY = re.compile(r"[\d:.\s]+(?:am|pm|a\.m|p\.m)")
+
+
+def latex(answer: str) -> str:
+  """Return an answer in the LaTeX that the library reads.
+
+  It takes time in proportion to the answer.
+  """
+  answer = _plain(answer)
+  if _LETTERS.fullmatch(_TEXT.sub(r"\1", answer).strip()):
+    return answer
+  if match := _SCIENTIFIC.fullmatch(answer):
+    return rf"{match[1]}\times 10^{{{match[2]}}}"
+  if _SPACED_THOUSANDS.fullmatch(answer):
+    return answer.replace(" ", "")
+  if match := _MIXED.fullmatch(answer):
+    return rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
+  answer = re.sub(r"\s*(?:percent|pct|percentage)$", r"\\%", answer)
+  # 4 i is a product.
+  answer = re.sub(r"(?<=\d)\s+(?=[a-z]$)", "", answer)
+  return _without_unit(answer.replace("**", "^"))
+
+
+@functools.lru_cache(maxsize=4_096)
+def words(answer: str) -> str | None:
+  """Return an answer that has letters only, apart from its spelling.
+
+  None if it is not one. A letter in brackets, as a choice of several, is one;
+  a time of day too, whose half of the day a unit would be.
+  """
+  text = _TEXT.sub(r"\1", _plain(answer)).replace("\\ ", " ").replace("$", "")
+  text = " ".join(text.split()).casefold().rstrip(".")
+  if choice := re.fullmatch(r"\(?([a-z])\)?", text):
+    return choice[1]
+  if _TIME_OF_DAY.fullmatch(text):
+    return text.replace(" ", "").replace(".", "")
+  return text if _LETTERS.fullmatch(text) else None
+
+
+def _plain(answer: str) -> str:
+  """Return an answer without markup around it, its symbols as LaTeX."""
+  answer = _scripts(_fractions(answer), *_SUPERSCRIPTS, "^")
+  answer = _scripts(answer, *_SUBSCRIPTS, "_")
+  answer = unicodedata.normalize("NFKC", answer.translate(_TO_LATEX))
+  answer = _roots(_STYLE.sub("", answer))
+  answer = _BETWEEN_THOUSANDS.sub("", answer)
+  answer = answer.replace("\\degree", "^\\circ ")
+  answer = answer.replace("\\textdegree", "^\\circ ").replace("{.}", ".")
+  return _bare(answer)
+
+
+def _bare(answer: str) -> str:
+  """Drop what stands around an answer, until nothing is left to drop."""
+  while True:
+    before = answer
+    answer = _BEGINS.sub("", _ENDS.sub("", answer.strip()))
+    if answer.endswith("\\"):  # of a space
+      answer = answer[:-1]
+    for left, right in _AROUND:
+      inner = answer[len(left) : -len(right)]
+      if answer == left + inner + right and inner and left not in inner:
+        answer = inner
+    whole = _TEXT.fullmatch(answer)
+    if whole:
+      answer = whole[1]
+    if answer == before:
+      return answer
+
+
+def _without_unit(answer: str) -> str:
+  """Drop currencies, and the words after a number."""
+  answer = _DEGREES.sub("", _CURRENCY.sub("", answer).strip())
+  found = _UNIT.search(_TEXT.sub(r" \1", answer))
+  if found and not _NO_UNITS.search(found["unit"]):
+    answer = _DEGREES.sub("", found.string[: found.start()])
+  return _ENDS.sub("", answer)
+
+
+def _fractions(answer: str) -> str:
+  """Write ½ as a fraction, after a space: 1½ is a mixed number."""
+
+  def fraction(match: re.Match[str]) -> str:
+    over, under = unicodedata.normalize("NFKC", match[0]).split("⁄")
+    return rf"\frac{{{over}}}{{{under}}}"
+
+  return re.sub("[¼½¾⅐-⅞]", fraction, answer)
+
+
+def _scripts(answer: str, small: str, large: str, mark: str) -> str:
+  table = str.maketrans(small, large)
+  return re.sub(
+    f"[{small}]+",
+    lambda match: f"{mark}{{{match[0].translate(table)}}}",
+    answer,
+  )
+
+
+def _roots(answer: str) -> str:
+  r"""Write √2, √(2) and \sqrt 2 as \sqrt{2}."""
+  answer = re.sub(
+    r"\\sqrt\s*\((\d+(?:\.\d+)?|[a-zA-Z])\)", r"\\sqrt{\1}", answer
+  )
+  return re.sub(
+    r"\\sqrt\s+(\d+(?:\.\d+)?|[a-zA-Z]|\\[a-zA-Z]+)", r"\\sqrt{\1}", answer
+  )
