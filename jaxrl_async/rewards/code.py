@@ -158,7 +158,7 @@ class _Task:
       program,
       tests=self.tests,
       entry_point=self.entry_point,
-      wanted=wanted,
+      functions=wanted,
       expected=self.expected(wanted),
       setup=_without(self.prompt, self.entry_point),
       limits=limits,

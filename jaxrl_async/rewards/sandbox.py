@@ -264,7 +264,7 @@ class Sandbox:
     *,
     tests: str,
     entry_point: str = "",
-    wanted: Collection[str] | None = None,
+    functions: Collection[str] | None = None,
     expected: Collection[str] | None = None,
     setup: str = "",
     limits: Limits = Limits(),
@@ -281,7 +281,7 @@ class Sandbox:
         what does: test functions, classes of unittest, `check(candidate)`.
       entry_point: what is tested, which the program has to define: a function,
         a class, or an expression such as Solution().f.
-      wanted: names that tests may look for in the program; by default all.
+      functions: names that tests may look for in the program; by default all.
       expected: of these, those that it is at fault not to have; by default all.
       setup: Python source that runs before the tests, in their process.
       limits: of everything together.
@@ -296,7 +296,7 @@ class Sandbox:
       "tests": tests,
       "setup": setup,
       "entry_point": entry_point,
-      "wanted": None if wanted is None else list(wanted),
+      "wanted": None if functions is None else list(functions),
       "expected": None if expected is None else list(expected),
       "candidate": _CANDIDATE,
     }

@@ -155,29 +155,19 @@ class Program(sandbox_wire.Wire):
       Failed: it has not answered as it should.
       Exception: what the program raised, which is marked as its own.
     """
-    ends = what == "__next__"
     try:
       return super().ask(what, *args)
-    except StopIteration:
-      # Elsewhere it would end a loop over calls as if all had returned.
-      if ends:
+    except _Foreign:
+      raise
+    except (StopIteration, StopAsyncIteration) as error:
+      if what == "__next__" and isinstance(error, StopIteration):
         raise
-      raise Failed("StopIteration: ") from None
-    except (BrokenPipeError, EOFError) as error:
+      # It would end a loop over calls as if all had returned.
+      raise Failed(f"{type(error).__name__}: {error}") from None
+    except BaseException as error:
       if is_of_program(error):
         raise
-      raise Failed("the program ended") from None
-    except RecursionError as error:
-      if is_of_program(error):
-        raise
-      raise Failed("the program's answer is nested too deeply") from error
-    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-      if is_of_program(error):
-        raise
-      wrong = (
-        error if isinstance(error, sandbox_wire.TooLong) else "cannot be read"
-      )
-      raise Failed(f"the program's answer: {wrong}") from error
+      raise Failed(_about(error)) from error
 
   def error(self, names: list[str], message: str, state: Any) -> BaseException:
     for i in range(len(names)):
@@ -257,6 +247,17 @@ class Program(sandbox_wire.Wire):
     return asked(*positional, **named)
 
 
+def _about(error: BaseException) -> str:
+  """Return what is wrong with an answer that cannot be read."""
+  if isinstance(error, BrokenPipeError | EOFError):
+    return "the program ended"
+  if isinstance(error, RecursionError):
+    return "the program's answer is nested too deeply"
+  if isinstance(error, sandbox_wire.TooLong):
+    return str(error)
+  return "the program's answer cannot be read"
+
+
 def is_of_program(error: BaseException) -> bool:
   """Return whether the program raised this, or is at fault for it."""
   return isinstance(error, Failed) or getattr(error, _MARK, False)
@@ -270,7 +271,8 @@ class _Builtins(dict):
   """The names that tests do not define: of Python, then of the program."""
 
   def __init__(self, program: Program, wanted: list[str] | None):
-    super().__init__(vars(builtins))
+    # `site` defines exit and quit, and is left out.
+    super().__init__({**vars(builtins), "exit": sys.exit, "quit": sys.exit})
     self._program, self._wanted = program, wanted
 
   def __missing__(self, name: str) -> Any:

@@ -39,7 +39,7 @@ RECORD = "record"
 
 
 def _pairs(mapping: Any) -> list[Any]:
-  return [x for pair in dict.items(mapping) for x in pair]
+  return [x for pair in mapping.items() for x in pair]
 
 
 def _of_pairs(items: list[Any]) -> dict[Any, Any]:
@@ -47,8 +47,9 @@ def _of_pairs(items: list[Any]) -> dict[Any, Any]:
 
 
 def _put_all(mapping: Any, items: list[Any]) -> None:
-  dict.clear(mapping)
-  dict.update(mapping, _of_pairs(items))
+  mapping.clear()
+  for key, value in _of_pairs(items).items():
+    mapping[key] = value  # a Counter adds what it is updated with
 
 
 def _put(container: Any, items: list[Any]) -> None:
