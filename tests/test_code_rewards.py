@@ -1,6 +1,4 @@
-"""Verdicts on programs: right ones pass, wrong ones fail, and faults of a row
-are errors of the row.
-"""
+"""Verdicts on programs, and errors of the rows that have their tests."""
 
 import functools
 import time
@@ -318,15 +316,40 @@ assert s.pop() == 3 and s.items == [1, 2]
       "assert f() == 'ab' and type(f()) is str",
     ),
     ("f = lambda n: range({}, n)", "1", "2", "assert f(3) == range(1, 3)"),
-    ("f = lambda x: {{1: {}}}.keys()", "2", "2 }.keys() - {1", "f(1)\nassert f(1) == {1}"),
+    (
+      "f = lambda x: {{1: {}}}.keys()",
+      "2",
+      "2 }.keys() - {1",
+      "f(1)\nassert f(1) == {1}",
+    ),
     ("f = lambda x: {{1: {}}}.values()", "2", "3", "assert list(f(1)) == [2]"),
     ("f = lambda x: {{1: {}}}.items()", "2", "3", "assert f(1) == {(1, 2)}"),
     (NEXT, "n", "n + 1", "assert list(f(3)) == [0, 1, 2]"),
     (NEXT, "n", "n - 1", "assert sum(f(4)) == 6 and next(f(1)) == 0"),
-    (LOOP, "0", "1", "g = f()\nassert [next(g) for _ in range(3)] == [0, 1, 2]"),
-    ("f = lambda x: map(str, x + {})", "[]", "[1]", "assert list(f([1])) == ['1']"),
-    ("f = lambda x: (zip(x, x), {})", "1", "2", "a, b = f([3])\nassert (list(a), b) == ([(3, 3)], 1)"),
-    ("f = lambda x: x.sort(reverse={})", "False", "True", "x = [2, 1]\nf(x)\nassert x == [1, 2]"),
+    (
+      LOOP,
+      "0",
+      "1",
+      "g = f()\nassert [next(g) for _ in range(3)] == [0, 1, 2]",
+    ),
+    (
+      "f = lambda x: map(str, x + {})",
+      "[]",
+      "[1]",
+      "assert list(f([1])) == ['1']",
+    ),
+    (
+      "f = lambda x: (zip(x, x), {})",
+      "1",
+      "2",
+      "a, b = f([3])\nassert (list(a), b) == ([(3, 3)], 1)",
+    ),
+    (
+      "f = lambda x: x.sort(reverse={})",
+      "False",
+      "True",
+      "x = [2, 1]\nf(x)\nassert x == [1, 2]",
+    ),
     (
       "def f(grid): grid[0], grid[1] = grid[1], grid[{}]",
       "0",
@@ -341,29 +364,85 @@ assert s.pop() == 3 and s.items == [1, 2]
       "d = {}\nf(d)\nassert d == {'a': [1]}\nf(d)\nassert d == {'a': [1, 1]}",
     ),
     ("def f(s): s.discard({})", "1", "2", "s = {1, 2}\nf(s)\nassert s == {2}"),
-    ("def f(x): x += b'{}'", "b", "c", "x = bytearray(b'a')\nf(x)\nassert x == b'ab'"),
+    (
+      "def f(x): x += b'{}'",
+      "b",
+      "c",
+      "x = bytearray(b'a')\nf(x)\nassert x == b'ab'",
+    ),
     ("def f(x): x.append(x{})", "", "[:]", "x = []\nf(x)\nassert x[0] is x"),
-    ("def f(x):\n  x.sort({})\n  return x", "", "key=lambda y: -y", "x = [2, 1]\nassert f(x) is x and x == [1, 2]"),
-    (REVERSED, "", ".next", f"{NODE}\nassert listed(f(Node(1, Node(2)))) == [2, 1]"),
-    (REVERSED, "", " and False", f"{NODE}\nfirst = Node(1, Node(2))\nf(first)\nassert first.next is None"),
+    (
+      "def f(x):\n  x.sort({})\n  return x",
+      "",
+      "key=lambda y: -y",
+      "x = [2, 1]\nassert f(x) is x and x == [1, 2]",
+    ),
+    (
+      REVERSED,
+      "",
+      ".next",
+      f"{NODE}\nassert listed(f(Node(1, Node(2)))) == [2, 1]",
+    ),
+    (
+      REVERSED,
+      "",
+      " and False",
+      f"{NODE}\nfirst = Node(1, Node(2))\nf(first)\nassert first.next is None",
+    ),
     (
       NODE + "def f(x): return Node(x, Node({}))",
       "2",
       "3",
       "n = f(1)\nassert n.value == 1 and n.next.value == 2 and not n.next.next",
     ),
-    ("f = lambda k, x: sorted(x, key=k{})", "", ", reverse=True", "assert f(lambda y: -y, [1, 2]) == [2, 1]"),
-    ("f = lambda g, *x: g(*x) + {}", "0", "1", "assert f(max, 1, 2) == f(len, 'ab') == f(int, '2') == 2"),
-    ("f = lambda x: [y + {} for y in x]", "1", "2", "assert f(iter([1])) == f(y for y in [1]) == [2]"),
-    ("def f(g):\n  def h(x): return g(x) + {}\n  return h", "1", "2", "@f\ndef double(x): return 2 * x\nassert double(3) == 7"),
+    (
+      "f = lambda k, x: sorted(x, key=k{})",
+      "",
+      ", reverse=True",
+      "assert f(lambda y: -y, [1, 2]) == [2, 1]",
+    ),
+    (
+      "f = lambda g, *x: g(*x) + {}",
+      "0",
+      "1",
+      "assert f(max, 1, 2) == f(len, 'ab') == f(int, '2') == 2",
+    ),
+    (
+      "f = lambda x: [y + {} for y in x]",
+      "1",
+      "2",
+      "assert f(iter([1])) == f(y for y in [1]) == [2]",
+    ),
+    (
+      "def f(g):\n  def h(x): return g(x) + {}\n  return h",
+      "1",
+      "2",
+      "@f\ndef double(x): return 2 * x\nassert double(3) == 7",
+    ),
     ("def f(n): return lambda x: x + n + {}", "0", "1", "assert f(1)(2) == 3"),
-    ("LIMIT = {}\ndef f(x): return LIMIT + x", "1", "2", "assert LIMIT == 1 and f(1) == 2"),
-    ("TABLE = {{'a': [{}]}}\nf = len", "1", "2", "assert TABLE == {'a': [1]} and f([]) == 0"),
+    (
+      "LIMIT = {}\ndef f(x): return LIMIT + x",
+      "1",
+      "2",
+      "assert LIMIT == 1 and f(1) == 2",
+    ),
+    (
+      "TABLE = {{'a': [{}]}}\nf = len",
+      "1",
+      "2",
+      "assert TABLE == {'a': [1]} and f([]) == 0",
+    ),
     ("n = {}\ndef f():\n  global n\n  n += 1", "0", "1", "f()\nassert n == 1"),
     (ERRORS, "Worse(3)", "Worse(2)", CAUGHT),
     (ERRORS, "Worse(3)", "ValueError(3)", CAUGHT),
     (STACK, "", "0", STACKED),
-    (STACK, "", "0", f"import unittest\nclass T(unittest.TestCase):\n  s = Stack([1, 2])\n  def test(self): self.assertEqual(self.s.pop(), 2)"),
+    (
+      STACK,
+      "",
+      "0",
+      "import unittest\nclass T(unittest.TestCase):\n  s = Stack([1, 2])\n"
+      "  def test(self): self.assertEqual(self.s.pop(), 2)",
+    ),
     (
       "def f(x):\n  if x < {}: raise ValueError('negative')",
       "0",
@@ -371,9 +450,14 @@ assert s.pop() == 3 and s.items == [1, 2]
       "import unittest\nclass T(unittest.TestCase):\n  def test(self):\n"
       "    with self.assertRaisesRegex(ValueError, 'neg'): f(-1)",
     ),
-    ("def sum(x): return x + {}", "1", "2", "from solution import sum\nassert sum(1) == 2"),
+    (
+      "def sum(x): return x + {}",
+      "1",
+      "2",
+      "from solution import sum\nassert sum(1) == 2",
+    ),
   ],
-)  # fmt: skip
+)
 def test_right_programs_pass_and_wrong_ones_fail(program, right, wrong, tests):
   assert reward(program.format(right), tests=tests) == types.Reward(
     score=1.0,
