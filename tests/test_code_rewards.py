@@ -506,7 +506,7 @@ def test_what_only_the_program_could_compare_is_a_part_or_a_failure(
   found = reward(POINT, tests=tests)
   assert found.score == (is_lost is None)
   assert found.parts["not_plain"] == (is_lost or 0.0)
-  strict = functools.partial(code.score, not_plain="fail")
+  strict = functools.partial(code.score, not_plain_fails=True)
   item = {"question": "q", "metadata": {"tests": tests}}
   if is_lost:
     with pytest.raises(code.NotPlainError, match="a Point cannot leave"):

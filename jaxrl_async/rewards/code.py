@@ -283,7 +283,7 @@ class _Settings:
   timeout_s: float = 5.0
   memory_mb: int = 512
   sandbox: str = "safe"
-  not_plain: str = "zero"
+  not_plain_fails: bool = False
 
   def verdict(self, task: _Task, program: str) -> sandbox_lib.Verdict:
     """Run the tests of a program, within the time of this score."""
@@ -323,7 +323,7 @@ def score(
   timeout_s: float = 5.0,
   memory_mb: int = 512,
   sandbox: str = "safe",
-  not_plain: str = "zero",
+  not_plain_fails: bool = False,
 ) -> Reward:
   """Score 1 if the completion's program passes all tests of its item.
 
@@ -340,7 +340,8 @@ def score(
       the score itself has no time left.
     memory_mb: that each of the program's processes may use.
     sandbox: "unsafe" runs programs without a sandbox where none can be made.
-    not_plain: "fail" makes it a failure if the part "not_plain" would be 1.
+    not_plain_fails: it is a failure, and no score, if the part "not_plain"
+      would be 1.
 
   Raises:
     NotPlainError: tests compare an object of the program, and may not.
@@ -352,7 +353,7 @@ def score(
     timeout_s=timeout_s,
     memory_mb=memory_mb,
     sandbox=sandbox,
-    not_plain=not_plain,
+    not_plain_fails=not_plain_fails,
   )
   program = program_of(completion.text, task.prompt, task.entry_point)
   verdict = settings.verdict(task, program)
@@ -360,7 +361,7 @@ def score(
   parts = {"passed": share}
   if not task.cases:
     is_lost = not verdict.is_plain and share < 1.0
-    if is_lost and not_plain == "fail":
+    if is_lost and not_plain_fails:
       raise NotPlainError(verdict.failures[0])
     parts["not_plain"] = float(is_lost)
   return Reward(score=float(share == 1.0), parts=parts, answer=program)
