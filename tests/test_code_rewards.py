@@ -419,6 +419,13 @@ assert s.pop() == 3 and s.items == [1, 2]
       "2",
       "@f\ndef double(x): return 2 * x\nassert double(3) == 7",
     ),
+    (
+      "f = lambda x: x.sort() or len(x) + {}",
+      "0",
+      "1",
+      "x = list(range(200_000, 0, -1))\nassert f(x) == 200_000\n"
+      "assert x[:2] == [1, 2]",
+    ),
     ("def f(n): return lambda x: x + n + {}", "0", "1", "assert f(1)(2) == 3"),
     (
       "LIMIT = {}\ndef f(x): return LIMIT + x",
@@ -536,14 +543,19 @@ PROMPT = 'import math\n\ndef f(x):\n  """Add one."""\n'
     (f"import sys\nfrom typing import List\n{WRONG}", False),
     ("```python\n  return x + 1\n```", True),
     ("  return x + 1\n", True),
+    ("  return x + 1\n```\nThis adds one:\n```\nf(1)\n```", True),
+    ("  return x + 1\n\nprint(f(1))", True),
+    (" It is:\n```\ndef f(x):\n  return x + 1\n```", True),
+    (f"```\nfrom __future__ import annotations\n{RIGHT}```", True),
     ("f = lambda x: x + 1", True),
     ("async def f(x): return x + 1", False),
   ],
 )
 def test_the_program_of_a_completion(text, is_right):
-  task = {"tests": ASSERT, "entry_point": "f"}
-  item = {"question": PROMPT, "metadata": task}
-  assert code.score(item, completion(text)).score == is_right
+  for entry_point in ("f", None):
+    task = {"tests": ASSERT, "entry_point": entry_point}
+    item = {"question": PROMPT, "metadata": task}
+    assert code.score(item, completion(text)).score == is_right
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ _BLOCK = re.compile(
   r"(^[ \t]*)?(?<!`)(`{3,}+|~{3,}+)([^\n`]*)\n(.*?)(?:\2|\Z)",
   re.DOTALL | re.MULTILINE,
 )
+_FENCE = re.compile(r"^[ \t]*(?:```|~~~)", re.MULTILINE)
+_BODY = re.compile(r"\n*(?: {2}|\t)[ \t]*[^\s`~]")  # of a function
+_FUTURE = re.compile(r"^from __future__ import [^(\n]*$", re.MULTILINE)
 _PYTHON = {"py", "python", "python3"}
 _CALL = re.compile(r"\w\(")  # programs have one, what they print seldom has
 _SHARE_OF_TIME = 0.9  # that programs get of the time of their score
@@ -60,15 +63,17 @@ def program_of(text: str, prompt: str = "", entry_point: str = "") -> str:
       indented; and it precedes one that does, and uses what it defines.
     entry_point: what is tested, such as the function that the prompt begins.
   """
-  block = _block(text, entry_point)
-  if block is not None:
+  block = None
+  if prompt and _BODY.match(text):
+    text = _FENCE.split(text)[0]  # of the block that the prompt has begun
+  elif (block := _block(text, entry_point)) is not None:
     text = block
   if not prompt:
     return text
-  first = text.lstrip("\n")[:1]
   is_program = block is not None or _defines(text, entry_point)
-  if not first.isspace() and is_program:
-    return _without(prompt, entry_point) + text
+  if is_program and not text.lstrip("\n")[:1].isspace():
+    # The text has to be the program's beginning for these lines.
+    return _without(prompt, entry_point) + _FUTURE.sub("", text)
   body = []
   for line in text.split("\n"):
     if body and line.strip() and not line[0].isspace():
@@ -136,10 +141,20 @@ class _Task:
   question: str
 
   @property
+  def function(self) -> str:
+    """The function that the question begins, if it begins one."""
+    defined = re.findall(r"^def\s+(\w+)", self.question, re.MULTILINE)
+    return self.entry_point or "".join(defined[-1:])
+
+  @property
   def prompt(self) -> str:
     """The beginning of the program, if the question is that."""
-    is_begun = self.entry_point and _begins(self.question, self.entry_point)
+    is_begun = self.function and _begins(self.question, self.function)
     return self.question if is_begun else ""
+
+  def program_of(self, text: str) -> str:
+    """Return the program in a completion."""
+    return program_of(text, self.prompt, self.function)
 
   def verdict(
     self,
@@ -160,7 +175,7 @@ class _Task:
       entry_point=self.entry_point,
       functions=wanted,
       expected=self.expected(wanted),
-      setup=_without(self.prompt, self.entry_point),
+      setup=_without(self.prompt, self.function),
       limits=limits,
       total_s=total_s,
     )
@@ -271,7 +286,7 @@ def try_item(item: Mapping[str, Any], **params: Any) -> None:
     solution = item["metadata"].get(name)
     if not solution or not isinstance(solution, str):
       continue
-    program = program_of(solution, task.prompt, task.entry_point)
+    program = task.program_of(solution)
     if failures := list(filter(None, settings.verdict(task, program).failures)):
       raise ValueError(f"its own {name} fails its tests: {failures[0]}")
 
@@ -355,7 +370,7 @@ def score(
     sandbox=sandbox,
     not_plain_fails=not_plain_fails,
   )
-  program = program_of(completion.text, task.prompt, task.entry_point)
+  program = task.program_of(completion.text)
   verdict = settings.verdict(task, program)
   share = verdict.num_passed / len(verdict.failures)
   parts = {"passed": share}

@@ -32,7 +32,7 @@ class _Program(sandbox_wire.Wire):
   """The program's end of the pipes. Number 0 is its module."""
 
   def __init__(self, reading: BinaryIO, writing: BinaryIO):
-    super().__init__(reading, writing, sys.maxsize - 1)
+    super().__init__(reading, writing, sys.maxsize // 2)
     self._module = types.ModuleType("solution")
     sys.modules["solution"] = self._module
     self.give(self._module)

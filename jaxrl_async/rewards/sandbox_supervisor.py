@@ -122,6 +122,7 @@ import builtins, sys, types
 builtins.exit = builtins.quit = sys.exit
 sys.argv = ["program.py"]
 module = sys.modules["__main__"] = types.ModuleType("__main__")
+module.__file__ = "program.py"
 with open("program.py", "rb") as file: text = file.read()
 exec(compile(text, "program.py", "exec"), vars(module))
 """

@@ -180,7 +180,7 @@ class Wire:
     Args:
       reading: lines of the other end.
       writing: lines to the other end.
-      most: bytes of a line that is read.
+      most: bytes of an answer, apart from what it was asked with.
     """
     self._reading, self._writing, self._most = reading, writing, most
     self._given: list[Any] = []
@@ -285,14 +285,17 @@ class Wire:
       return self.find(*content)
     return _FIXED[kind][1]([self.decode(x, held) for x in content[0]])
 
-  def _send(self, message: dict[str, Any]) -> None:
-    self._writing.write(json.dumps(message).encode() + b"\n")
+  def _send(self, message: dict[str, Any]) -> int:
+    """Write a line, and return its length."""
+    line = json.dumps(message).encode() + b"\n"
+    self._writing.write(line)
     self._writing.flush()
+    return len(line)
 
-  def _read(self) -> dict[str, Any] | None:
+  def _read(self, most: int) -> dict[str, Any] | None:
     """Return a line of the other end, or nothing at its end."""
-    line = self._reading.readline(self._most + 1)
-    if len(line) > self._most:
+    line = self._reading.readline(most + 1)
+    if len(line) > most:
       raise TooLong("output limit")
     return json.loads(line) if line.endswith(b"\n") else None
 
@@ -306,9 +309,10 @@ class Wire:
     held = Held()
     asked = [self.encode(x, held) for x in args]
     num_held = len(held)
-    self._send({"number": number, "do": what, "args": asked})
+    num_sent = self._send({"number": number, "do": what, "args": asked})
     while True:
-      message = self._read()
+      # What was sent may come back, changed.
+      message = self._read(self._most + 2 * num_sent)
       if message is None:
         raise EOFError("the program ended")
       if "do" not in message:
