@@ -372,6 +372,7 @@ class Any(type):
 class f(metaclass=Any): pass
 """,
   "a number and not a function": "f = 2",
+  "an object and not a function": "f = object()",
 }
 
 # Places where a count could live on, each as the body of `n = ...`.

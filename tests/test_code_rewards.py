@@ -132,6 +132,12 @@ def test_tests_that_test_nothing_or_are_wrong_are_an_error(
     ("def g(x): pass", {"tests": "import solution\nsolution.f(1)"}),
     ("def g(x): pass", {"tests": "from solution import f\nf(1)"}),
     ("f = 2", {"tests": ASSERT}),
+    ("f = object()", {"tests": ASSERT}),
+    ("def DATA(): pass", {"tests": "for x in DATA: f(x)"}),
+    (
+      "async def f(x): return x\ndef g(x): return x",
+      {"tests": "assert g(f(1)) == 1"},
+    ),
     ("def f(x): return None", {"tests": "assert f(1)['a'] == 2"}),
     ("N = 2", {"tests": "assert N == 3\nassert f(1) == 2"}),
     (RIGHT, {"tests": f"{ASSERT}\nassert g(1) == 2"}),
@@ -196,7 +202,7 @@ class Stack:
 STACKED = """
 s = Stack()
 assert s.push(1).push(2).push(3) is s
-assert len(s) == 3 and s[0] == 1 and 2 in s and 5 not in s
+assert len(s) == 3 and s[0] == 1 and s[1:] == [2, 3] and 2 in s and 5 not in s
 assert list(s + s) == 2 * [1, 2, 3]
 assert isinstance(s, Stack) and not isinstance(1, Stack)
 assert s.pop() == 3 and s.items == [1, 2]

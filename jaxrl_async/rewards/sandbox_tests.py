@@ -102,7 +102,7 @@ class Program(sandbox_wire.Wire):
 
   Attributes:
     num_calls: how often tests have called the program.
-    num_read: how often they have read something else of it.
+    num_read: how often they have read a name or an attribute of it.
     is_plain: nothing was compared that only the program could compare.
     unknown: names that tests have looked for in it in vain.
   """
@@ -139,9 +139,8 @@ class Program(sandbox_wire.Wire):
 
   def read(self, thing: Proxy, name: str) -> Any:
     """Return an attribute."""
-    value = self.ask("get", thing, name)
-    self.num_read += not isinstance(value, Proxy)
-    return value
+    self.num_read += 1
+    return self.ask("get", thing, name)
 
   def not_plain(self, thing: Proxy) -> NotPlain:
     """Return that an object cannot be compared here."""
@@ -230,6 +229,8 @@ class Program(sandbox_wire.Wire):
     if module in sys.stdlib_module_names and isinstance(name, str):
       if getattr(sys.modules.get(module), name, None) is value:
         return ["named in Python", module, name]
+    if isinstance(value, types.CoroutineType):
+      raise Failed("a coroutine of the program was not awaited")
     is_iterator = hasattr(type(value), "__next__")
     if is_iterator or callable(value):
       return self.give(value, is_iterator=is_iterator)
@@ -343,6 +344,7 @@ def _run(program: Program, job: dict[str, Any]) -> None:
       named = program.defined(root)
     except AttributeError:
       raise Failed(f"the program has no {root}") from None
+    program.num_read = 0  # nothing was of the tests
     if hasattr(builtins, root):
       names[root] = named
   try:

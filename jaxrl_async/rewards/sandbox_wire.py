@@ -98,6 +98,10 @@ _FIXED = {
     lambda x: [x.start, x.stop, x.step],
     lambda x: range(*x),
   ),
+  "builtins.slice": (
+    lambda x: [x.start, x.stop, x.step],
+    lambda x: slice(*x),
+  ),
   "builtins.dict_keys": (list, lambda x: dict.fromkeys(x).keys()),
   "builtins.dict_values": (list, lambda x: dict(enumerate(x)).values()),
   "builtins.dict_items": (list, lambda x: dict(x).items()),
