@@ -434,6 +434,21 @@ assert s.pop() == 3 and s.items == [1, 2]
     ),
     ("def f(n): return lambda x: x + n + {}", "0", "1", "assert f(1)(2) == 3"),
     (
+      "import sys\ndef f(x):\n  print('\u20ac', x + {}, flush=True)\n"
+      "  sys.stdout.buffer.write(b'!')",
+      "1",
+      "2",
+      "import contextlib, io\nout = io.StringIO()\n"
+      "with contextlib.redirect_stdout(out): f(1)\n"
+      "assert out.getvalue() == '\u20ac 2\\n!'",
+    ),
+    (
+      "def f(x):\n  for i in range(10**5): print(i, 'x' * 99)\n  return x + {}",
+      "1",
+      "2",
+      "assert f(1) == f(1) == 2",
+    ),
+    (
       "LIMIT = {}\ndef f(x): return LIMIT + x",
       "1",
       "2",

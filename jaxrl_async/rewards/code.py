@@ -6,7 +6,7 @@ The tests come with the item, in its metadata:
                  of such texts. It may define test functions, classes of
                  unittest, or `check(candidate)`, as HumanEval's tests do
     entry_point  what is tested: the name of a function or of a class, or an
-                 expression such as Solution().f
+                 expression such as Solution().f; `check` is called with it
     cases        or a list of {"stdin": ..., "stdout": ...}
 
 What a program returns is compared only if it is plain data; see

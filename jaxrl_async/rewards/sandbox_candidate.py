@@ -9,6 +9,7 @@ but plain data.
 import __future__
 
 import builtins
+import io
 import json
 import os
 import sys
@@ -16,6 +17,23 @@ import types
 from typing import Any, BinaryIO
 
 from jaxrl_async.rewards import sandbox_wire
+
+_MAX_WRITTEN = 1 << 16  # bytes that tests see of what is printed in a call
+
+
+class _Written(io.RawIOBase):
+  """Keeps the beginning of what is written."""
+
+  def __init__(self):
+    super().__init__()
+    self.kept = bytearray()
+
+  def writable(self) -> bool:
+    return True
+
+  def write(self, data: Any) -> int:
+    self.kept += memoryview(data)[: _MAX_WRITTEN - len(self.kept)]
+    return len(data)
 
 
 class _Asked:
@@ -36,6 +54,17 @@ class _Program(sandbox_wire.Wire):
     self._module = types.ModuleType("solution")
     sys.modules["solution"] = self._module
     self.give(self._module)
+    self._written = _Written()
+    self._stdout = io.TextIOWrapper(
+      io.BufferedWriter(self._written), "utf-8", "backslashreplace"
+    )
+    sys.stdout = self._stdout
+
+  def written(self) -> str:
+    self._stdout.flush()
+    text = self._written.kept.decode("utf-8", "replace")
+    self._written.kept.clear()
+    return text
 
   def encode(self, value: Any, held: sandbox_wire.Held) -> Any:
     if type(value) is types.CoroutineType:

@@ -11,6 +11,7 @@ import importlib
 import json
 import operator
 import os
+import sys
 from typing import Any, BinaryIO
 
 _PLAIN = (bool, float, str, type(None))
@@ -222,6 +223,10 @@ class Wire:
     """Do what the other end asks."""
     raise NotImplementedError
 
+  def written(self) -> str:
+    """Return what has been printed here since the last answer."""
+    return ""
+
   def encode(self, value: Any, held: Held) -> Any:
     """Return a value as JSON that keeps its type."""
     if type(value) in _PLAIN:
@@ -324,6 +329,7 @@ class Wire:
       self.answer(message)
     if message["number"] != number:
       raise ValueError("the program answered what was not asked")
+    sys.stdout.write(message["wrote"])
     value = self.decode(message["value"], held)
     for i, items in message["changed"]:
       if not 0 <= i < num_held:
@@ -362,7 +368,8 @@ class Wire:
       is_same = len(was) == len(now)
       if not (is_same and all(map(operator.is_, was, now))):
         changed.append([i, [self.encode(x, held) for x in now]])
-    self._send({"number": message["number"], **said, "changed": changed})
+    said |= {"number": message["number"], "wrote": self.written()}
+    self._send({**said, "changed": changed})
 
   def _failure(self, error: BaseException, held: Held) -> dict[str, Any]:
     names = [kind.__name__ for kind in type(error).__mro__]
