@@ -462,6 +462,31 @@ assert s.pop() == 3 and s.items == [1, 2]
     ),
     ("n = {}\ndef f():\n  global n\n  n += 1", "0", "1", "f()\nassert n == 1"),
     (ERRORS, "Worse(3)", "Worse(2)", CAUGHT),
+    (
+      "def f(): raise KeyError('a', {})",
+      "1",
+      "2",
+      "try: f()\nexcept KeyError as e: assert e.args == ('a', 1)",
+    ),
+    (
+      "def f(): {{}}['a{}']",
+      "",
+      "b",
+      "try: f()\nexcept KeyError as e: assert str(e) == repr('a')",
+    ),
+    (
+      "def f(): b'{}'.decode('ascii')",
+      "\\xff",
+      "\\xfe",
+      "try: f()\nexcept UnicodeDecodeError as e: assert '0xff' in str(e)",
+    ),
+    (
+      "def f():\n  'Do it {}.'\n  yield 1",
+      "now",
+      "later",
+      "import types\nassert f.__doc__ == 'Do it now.'\n"
+      "assert isinstance(f(), types.GeneratorType)",
+    ),
     (ERRORS, "Worse(3)", "ValueError(3)", CAUGHT),
     (STACK, "", "0", STACKED),
     (

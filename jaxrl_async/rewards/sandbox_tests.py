@@ -90,6 +90,7 @@ def _refused(name: str) -> Callable[[Proxy, Any], Any]:
   return method
 
 
+_DOC = property(lambda self: self._jaxrl_program.read(self, "__doc__"))
 _METHODS = {
   **{name: _refused(name) for name in sandbox_wire.COMPARISONS},
   **{name: _among_themselves(name) for name in sandbox_wire.ARITHMETIC},
@@ -173,12 +174,14 @@ class Program(sandbox_wire.Wire):
       kind = self._error_class(names[i:])
       if kind is None:
         break
+      args, attributes = state or ((message,), {})
       try:
-        error = kind(message)
+        error = kind(*args)
+        if str(error)[: len(message)] != message:
+          error = kind(message)  # it says it in its own way
       except TypeError:  # UnicodeDecodeError, say, wants more
         continue
-      if isinstance(state, dict):
-        error.__dict__.update({str(k): v for k, v in state.items()})
+      error.__dict__.update({str(k): v for k, v in attributes.items()})
       setattr(error, _MARK, True)
       return error
     return Failed(f"{', '.join(names[:1])}: {message}")
@@ -209,7 +212,9 @@ class Program(sandbox_wire.Wire):
         if "__iter__" in methods:
           methods.pop("__contains__", None)  # so that tests compare
         methods["__hash__"] = object.__hash__
-        of_kind: dict[str, Any] = {"__slots__": (), **methods}
+        of_kind: dict[str, Any] = {"__slots__": (), "__doc__": _DOC, **methods}
+        if key[0] == "generator":  # for isinstance
+          of_kind["__class__"] = property(lambda self: types.GeneratorType)
         self._classes[key] = type(key[0], (Proxy,), of_kind)
       self._taken[number] = self._classes[key](self, number)
     return self._taken[number]

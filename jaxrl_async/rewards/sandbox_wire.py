@@ -347,7 +347,7 @@ class Wire:
     Args:
       names: of the exception's class and of those that it is derived from.
       message: of the exception.
-      state: its attributes.
+      state: its arguments and its attributes, if they can be known.
     """
     raise NotImplementedError
 
@@ -375,7 +375,7 @@ class Wire:
     names = [kind.__name__ for kind in type(error).__mro__]
     num_held, state = len(held), None
     try:
-      state = self.encode(vars(error), held) if vars(error) else None
+      state = self.encode((error.args, vars(error)), held)
     except Exception:
       held.forget(num_held)
     return {"error": names, "message": str(error)[:200], "value": state}
