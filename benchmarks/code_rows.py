@@ -13,6 +13,7 @@ are wrong, which a run has to refuse before it starts.
 
 from collections.abc import Iterator
 import dataclasses
+import fractions
 import json
 import textwrap
 from typing import Any
@@ -139,15 +140,15 @@ def _spelled(program: str, number: int) -> str:
 
 def _asserts(values: Any, body: str, name: str) -> Iterator[str]:
   for x in values:
-    expected = _run(body, x)
+    expected: Any = _run(body, x)
     call = f"{name}({x!r})"
-    if hasattr(type(expected), "_fields"):
-      expected = tuple(expected)
-    if type(expected).__name__ in ("Counter", "defaultdict"):
-      expected = dict(expected)
-    if type(expected).__name__ == "Fraction":
+    if isinstance(expected, fractions.Fraction):
       yield f"assert {call} * {expected.denominator} == {expected.numerator}"
-    elif isinstance(expected, list):  # the program may have an iterator
+      continue
+    for plain in (tuple, dict):  # of named tuples, counters and the like
+      if isinstance(expected, plain):
+        expected = plain(expected)
+    if isinstance(expected, list):  # the program may have an iterator
       yield f"assert list({call}) == {expected!r}"
     else:
       yield f"assert {call} == {expected!r}"
