@@ -4,13 +4,13 @@
 
 A question describes an arithmetic function of two numbers in words, such as
 "add 3 to a, then multiply by b". The answer is Python source of a function
-`f(a, b)`, and unit tests say whether it is right. TRAIN has the solutions of
-which some are deliberately wrong, so that a policy fine-tuned on them passes
-only part of the tests; reinforcement learning has to find out which part.
+`f(a, b)`, and unit tests say whether it is right. TRAIN has drafts of which
+some are deliberately wrong, so that a policy fine-tuned on them passes only
+part of the tests; reinforcement learning has to find out which part.
 
-It writes train.jsonl and test.jsonl. Each row has the columns question,
-solution, tests and entry_point, as `task.reward=code` expects them. The last
-line is JSON: the number of rows of both files.
+It writes train.jsonl and test.jsonl. Each row has the columns question, draft,
+tests and entry_point, as `task.reward=code` expects them. A column `solution`
+would have to be right. The last line is JSON: the number of rows of both files.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _OUTPUT = flags.DEFINE_string(
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the order and the mistakes.")
 _WRONG = flags.DEFINE_float(
-  "wrong", 0.4, "Share of the training solutions that are wrong.", 0.0, 1.0
+  "wrong", 0.4, "Share of the training drafts that are wrong.", 0.0, 1.0
 )
 _HELD_OUT = 64  # questions of test.jsonl
 
@@ -76,14 +76,14 @@ def _corrupted(source: str, rng: random.Random) -> str:
   return source[:place] + other + source[place + 1 :]
 
 
-def _row(first: str, second: str, source: str, solution: str) -> dict[str, str]:
+def _row(first: str, second: str, source: str, draft: str) -> dict[str, str]:
   tests = [
     f"assert f({a}, {b}) == {value}"
     for (a, b), value in zip(_INPUTS, _expected(source), strict=True)
   ]
   return {
     "question": f"{first}, then {second}",
-    "solution": solution,
+    "draft": draft,
     "tests": "\n".join(tests),
     "entry_point": "f",
   }
@@ -97,7 +97,7 @@ def make(
   Args:
     directory: is created if it does not exist.
     seed: of the order of the questions and of the mistakes.
-    wrong: share of the training solutions that are wrong.
+    wrong: share of the training drafts that are wrong.
   """
   rng = random.Random(seed)
   functions = list(_operations())
@@ -107,9 +107,9 @@ def make(
   for number, (first, second, source) in enumerate(functions):
     is_test = number < _HELD_OUT
     is_wrong = not is_test and rng.random() < wrong
-    solution = _corrupted(source, rng) if is_wrong else source
+    draft = _corrupted(source, rng) if is_wrong else source
     split = "test" if is_test else "train"
-    rows[split].append(_row(first, second, source, solution))
+    rows[split].append(_row(first, second, source, draft))
   for split, of_split in rows.items():
     text = "".join(json.dumps(row) + "\n" for row in of_split)
     (directory / f"{split}.jsonl").write_text(text)

@@ -279,6 +279,102 @@ def f(x):
 """,
 }
 
+# What attacks the wire between the tests and the program.
+_WIRE = """
+import sys
+wire = sys.modules['jaxrl_async.rewards.sandbox_wire']
+main = sys.modules['__main__']
+def f(x): return -1
+"""
+PROGRAMS |= {
+  f"an answer that is {what}": f"""{_WIRE}
+real = wire.Wire.encode
+wire.Wire.encode = lambda *args: {value} if args[1] == -1 else real(*args)
+"""
+  for what, value in {
+    "a module of the judge": "['named in Python', 'operator', 'add']",
+    "a command": "['new', 'subprocess.Popen', None, ['true']]",
+    "a class of the judge": "['new', 'builtins.object', None, []]",
+    "a record of the judge": "['new', 'record', 'Any', ['x', 2]]",
+    "a thing of the judge": "['yours', 0]",
+    "a thing that was never given": "['held', 0]",
+    "a promise": "['awaitable', 2]",
+    "an object that is equal to everything": (
+      "['number', 7, {'name': 'int', 'methods': ['__eq__', '__call__']}]"
+    ),
+    "an object with other methods": (
+      "['number', 7, {'name': 'int', 'methods': ['__class__', '__eq__']}]"
+    ),
+    "an exception": (
+      "['number', 7, {'name': 'E', 'methods': [], 'error':"
+      " ['SkipTest', 'AssertionError', 'Exception']}]"
+    ),
+    "a tuple with odd fields": "['named', 'x', ['__eq__', 'a b'], [1, 2]]",
+    "no list": "{'list': [2]}",
+  }.items()
+}
+PROGRAMS |= {
+  f"raising {error}": f"{_WIRE}import unittest\ndef f(x): raise {error}\n"
+  for error in (
+    "NameError('name \\'f\\' is not defined', name='f')",
+    "NameError('no such name', name='other')",
+    "ImportError('no such module', name='numpy')",
+    "type('_NoTests', (Exception,), {})('they do not call the program')",
+    "type('NotPlain', (Exception,), {})('it is not plain')",
+    "unittest.SkipTest('not today')",
+    "SystemExit(0)",
+    "GeneratorExit",
+    "StopAsyncIteration",
+  )
+}
+PROGRAMS |= {
+  "an error that is not sent as asked": f"""{_WIRE}
+wire.Wire._failure = lambda *_: {{'error': [[]], 'message': 2, 'value': [2]}}
+def f(x): raise ValueError
+""",
+  "asking the judge to call nothing": f"""{_WIRE}
+program = sys._getframe(2).f_locals['self']
+def f(x): return program.ask('call', 0, (x,), {{}})
+""",
+  "asking the judge to do something else": f"""{_WIRE}
+program = sys._getframe(2).f_locals['self']
+def f(x): return program.ask('get', 0, 'num_calls', {{}})
+""",
+  "asking the judge without end": f"""{_WIRE}
+program = sys._getframe(2).f_locals['self']
+def f(x):
+  while True:
+    try: program.ask('call', 0, (x,), {{}})
+    except Exception: pass
+""",
+  "names of Python and of the tests": """
+def check(*_): pass
+test_f = check
+class AssertionError(Exception): pass
+all = any = bool = isinstance = lambda *_: True
+__builtins__ = {}
+__debug = False
+def __getattr__(name): return lambda *_: True
+""",
+  "an object that agrees": """
+class Agrees:
+  def __getattr__(self, name): return lambda *_: True
+  def __eq__(self, other): return True
+  def __ne__(self, other): return False
+  __bool__ = __contains__ = __lt__ = __gt__ = __eq__
+  __sub__ = __rsub__ = __add__ = __radd__ = lambda self, other: other
+def f(x): return Agrees()
+""",
+  "a class that agrees": """
+class Any(type):
+  def __eq__(self, other): return True
+  def __call__(self, x): return self
+class f(metaclass=Any): pass
+""",
+  "a number and not a function": "f = 2",
+  "an object and not a function": "f = object()",
+}
+
 # Places where a count could live on, each as the body of `n = ...`.
 _SYSTEM = """
 import ctypes, os

@@ -6,7 +6,9 @@ The folder holds gsm8k/{train,test}.jsonl, math500/test.json and
 humaneval/HumanEval.jsonl.gz in their usual formats. Every right answer of GSM8K
 and MATH-500 has to be verified against itself in its usual spellings, and a
 wrong one refused. Every canonical solution of HumanEval has to pass its tests,
-and none may pass whose body returns something wrong. Hostile programs have to
+and none may pass whose body returns something wrong. Rows in four styles have
+right programs that have to pass and subtly wrong ones that have to fail, and
+rows whose tests test nothing have to be refused. Hostile programs have to
 fail, called by tests and as programs that read and write, in every kind of
 sandbox that works here. Odd answers to mathematics and to every dataset of
 reasoning-gym are tried as well. What disagrees is listed on stderr. The last
@@ -17,13 +19,15 @@ line on stdout is JSON:
     gsm8k_verified         fraction of answers right in all their spellings
     math500_verified       the same
     wrong_verified         fraction of wrong answers that were taken as right
+    wrong_verdicts         right programs and answers taken as wrong, wrong ones
+                           as right, and what was no verdict
+    unguarded              rows with faulty tests that were not refused, and
+                           answers for which a scorer raises or takes long
     code_tasks_per_s       programs with tests, two at a time
     cases_per_s            inputs of programs that read and write, two at a time
     math_per_s             comparisons, in one process
     attacks                hostile programs, times sandboxes and modes
     escapes                those that passed, or failed their judge
-    wrong_verdicts         right answers taken as wrong, and wrong ones as right
-    unguarded              answers for which a scorer raises, or takes long
     sandbox                what programs ran in
     attacked               sandboxes that were attacked
 """
@@ -45,6 +49,7 @@ from typing import Any
 
 from absl import app
 from absl import flags
+import code_rows
 import hostile_programs
 import numpy as np
 import odd_answers
@@ -184,6 +189,40 @@ def _code(rows: list[dict[str, Any]]) -> tuple[float, float, float]:
   return sum(right) / len(right), sum(wrong) / len(wrong), per_s
 
 
+def _is_judged(task: tuple[code_rows.Row, bool]) -> bool:
+  row, is_right = task
+  said = _completion(row.right if is_right else row.wrong)
+  try:
+    found = code.score(row.item, said)
+  except (ValueError, sandbox_lib.SandboxError) as error:
+    _note(f"{row.style}: {row.item['question']!r}: {error}")
+    return False
+  if found.score != is_right:
+    _note(f"{row.style}: scored {found.score}: {said.text}")
+  return found.score == is_right
+
+
+def _wrong_verdicts() -> int:
+  """Return how many programs of rows in four styles are judged wrongly."""
+  tasks = [(row, right) for row in code_rows.rows() for right in (True, False)]
+  with futures.ThreadPoolExecutor(_WORKERS) as pool:
+    return list(pool.map(_is_judged, tasks)).count(False)
+
+
+def _unguarded() -> int:
+  """Return how many rows with faulty tests are not refused."""
+  found = 0
+  for metadata in code_rows.FAULTY:
+    item = {"question": "Add 1 to x.", "metadata": metadata}
+    try:
+      code.try_item(item)
+    except ValueError:
+      continue
+    found += 1
+    _note(f"not refused: {metadata}")
+  return found
+
+
 def _cases_per_s(box: sandbox_lib.Sandbox) -> float:
   """Return how many inputs of a program are judged in a second."""
   cases = [{"stdin": f"{i}", "stdout": f"{i + 1}"} for i in range(20)]
@@ -261,7 +300,7 @@ def _escapes(boxes: Iterable[sandbox_lib.Sandbox]) -> tuple[int, int]:
         num_attacks += 1
         try:
           has_passed = not any(attack().failures)
-        except sandbox_lib.SandboxError as error:
+        except (sandbox_lib.SandboxError, sandbox_lib.TestsError) as error:
           has_passed = True
           _note(error)
         if has_passed:
@@ -284,13 +323,13 @@ def main(_) -> None:
     "gsm8k_verified": gsm8k,
     "math500_verified": math500,
     "wrong_verified": max(gsm8k_wrong, math500_wrong),
+    "wrong_verdicts": _wrong_verdicts() + odd_answers.wrong_verdicts(_note),
+    "unguarded": _unguarded() + odd_answers.unguarded(_note),
     "code_tasks_per_s": round(code_per_s, 1),
     "math_per_s": round(math_per_s, 1),
     "cases_per_s": round(_cases_per_s(box), 1),
     "attacks": attacks,
     "escapes": escapes,
-    "wrong_verdicts": odd_answers.wrong_verdicts(_note),
-    "unguarded": odd_answers.unguarded(_note),
     "sandbox": str(box.kind),
     "attacked": [
       f"{one.kind}{' with a user namespace' * one.has_user}" for one in boxes

@@ -10,6 +10,7 @@ Hardware: one 80 GB GPU, and 16 processor cores for the sandbox. Both slices
 share the GPU; `--dry_run` estimates 48.2 GiB. A row has a question, and either
 `tests` (Python that raises where the program is wrong, with the name of the
 function in `entry_point`) or `cases`, a list of {"stdin": ..., "stdout": ...}.
+A program whose objects the tests compare is left out and not taken for wrong.
 The staleness is at most 4, as AReaL has it for code (arXiv:2505.24298).
 
 It has not been run: no GPU was at hand. configs/code_small.py is a task of this
@@ -41,7 +42,9 @@ def get_config() -> sections.Config:
       template=_ASK,
       chat=True,
       answer_prefix="",
-      reward="code",
+      rewards=config_dict.ConfigDict(
+        {"tests": {"function": "code", "params": {"not_plain_fails": True}}}
+      ),
       reward_workers=14,
       reward_timeout_s=60.0,
     ),

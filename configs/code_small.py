@@ -24,7 +24,7 @@ def get_config() -> sections.Config:
     task=sections.TaskSection(
       dataset="jsonl:/tmp/code_task/train.jsonl",
       eval_dataset="jsonl:/tmp/code_task/test.jsonl",
-      fields=config_dict.ConfigDict({"answer": "solution"}),
+      fields=config_dict.ConfigDict({"answer": "draft"}),
       template="{question}\n",
       answer_prefix="",
       reward="code",

@@ -172,7 +172,8 @@ def item(**metadata):
 )
 def test_code_is_read_from_blocks_or_goes_on_with_the_prompt(text, score):
   reward = code.score(item(), completion(text))
-  assert (reward.score, reward.parts) == (score, {"passed": score})
+  parts = {"passed": score, "not_plain": 0.0}
+  assert (reward.score, reward.parts) == (score, parts)
 
 
 @pytest.mark.sandbox

@@ -263,7 +263,8 @@ def test_a_run_that_scores_code_says_how_programs_are_kept_in(monkeypatch):
   [
     ("code", {"metadata": {}}, "it has no tests"),
     ("code", {"metadata": {"tests": None}}, "it has no tests"),
-    ("code", {"metadata": {"cases": []}}, "no list of cases"),
+    ("code", {"metadata": {"cases": []}}, "it has no tests"),
+    ("code", {"metadata": {"cases": "1"}}, "no list of cases"),
     ("code", {"metadata": {"cases": [{"stdin": "1"}]}}, "no text as 'stdout'"),
     ("exact", {}, "it has no answer"),
     ("numeric", {}, "it has no answer"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import itertools
 
+from jaxrl_async import types
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rewards import service as service_lib

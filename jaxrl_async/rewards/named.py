@@ -172,21 +172,33 @@ def try_out(terms: Sequence[term_lib.Term]) -> list[str]:
 
 
 def check_item(
-  terms: Sequence[term_lib.Term], item: dict[str, Any], name: str
+  terms: Sequence[term_lib.Term],
+  item: dict[str, Any],
+  name: str,
+  *,
+  is_tried: bool = False,
 ) -> None:
   """Check that completions of an item can be scored.
 
   Only rewards of this package say what they need.
 
+  Args:
+    terms: of the score.
+    item: of the prompt.
+    name: of the prompt.
+    is_tried: tests of programs are run too.
+
   Raises:
     TrialError: they cannot.
   """
   for term in terms:
-    function, _ = function_of(term.scorer)
+    function, params = function_of(term.scorer)
     if check := term.scores(item) and _CHECKS.get(function):
       try:
         check(item)
-      except ValueError as error:
+        if is_tried and function is code.score:
+          code.try_item(item, **params)
+      except (ValueError, sandbox_lib.SandboxError) as error:
         raise TrialError(
           term, f"the completions of {name} cannot be scored: {error}"
         ) from error

@@ -12,6 +12,7 @@ from jaxrl_async.rewards import term as term_lib
 from jaxrl_async.storage import config_json
 
 _PATH = "task.rewards"
+_NUM_TRIED = 8  # a second or two
 
 
 def of_task(task: sections.TaskSection) -> list[term_lib.Term]:
@@ -110,12 +111,20 @@ def check_prompts(
 ) -> None:
   """Check that completions of these prompts can be scored.
 
+  The tests of the first programs are run, on programs that are wrong and on
+  the solutions that rows have.
+
   Raises:
     ConfigError: they lack what a reward needs, such as tests.
   """
   with _naming_the_field():
-    for prompt in prompts:
-      named.check_item(terms, prompt.item, prompt.prompt_id)
+    for number, prompt in enumerate(prompts):
+      named.check_item(
+        terms,
+        prompt.item,
+        prompt.prompt_id,
+        is_tried=number < _NUM_TRIED,
+      )
 
 
 @contextlib.contextmanager

@@ -7,18 +7,21 @@ process's environment. bubblewrap builds the sandbox; where it does not work,
 `unshare` does. Which of them works is tried once, by a program that attempts to
 get out.
 
-Two parts run inside. `sandbox_supervisor` starts the program, and holds its
-tests; `sandbox_candidate` holds a program that is tested. Both are started from
-their text, because this package is not visible in there. Once the first of them
-has said that it started, whatever goes wrong is the fault of the program.
+Two processes run inside. `sandbox_supervisor` starts the program, and runs its
+tests (`sandbox_tests`); `sandbox_candidate` holds a program that is tested.
+Both are started from their text, because this package is not visible in there.
+Once the first of them has said that it started, whatever goes wrong is the
+fault of the program, or of tests that are wrong themselves.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import binascii
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import enum
 import functools
 import json
+import marshal
 import math
 import os
 import pathlib
@@ -32,10 +35,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from typing import Any, BinaryIO
 
 from jaxrl_async.rewards import sandbox_candidate
 from jaxrl_async.rewards import sandbox_supervisor
+from jaxrl_async.rewards import sandbox_tests
+from jaxrl_async.rewards import sandbox_wire
 
 _START_S = 5.0  # of a sandbox and its interpreter, on a busy machine
 _REMOVE_S = 1.0
@@ -57,6 +63,10 @@ class Kind(enum.StrEnum):
 
 class SandboxError(RuntimeError):
   """A sandbox could not be made."""
+
+
+class TestsError(ValueError):
+  """Tests are wrong, whatever program they test; the message says why."""
 
 
 class _StoppedError(Exception):
@@ -90,9 +100,12 @@ class Verdict:
 
   Attributes:
     failures: for each test or case that ran, what went wrong; "" if nothing.
+    is_plain: tests did not compare an object of the program, which only the
+      program could do. If they did, they have failed.
   """
 
   failures: Sequence[str]
+  is_plain: bool = True
 
   @property
   def num_passed(self) -> int:
@@ -100,9 +113,37 @@ class Verdict:
     return sum(not failure for failure in self.failures)
 
 
-@functools.cache
-def _text(path: str) -> str:
-  return pathlib.Path(path).read_text()
+_PACKAGE = """
+import binascii, marshal, sys, types
+for name in "jaxrl_async", "jaxrl_async.rewards":
+  sys.modules[name] = types.ModuleType(name)
+def load(name, code):
+  full_name = f"jaxrl_async.rewards.{name}"
+  module = sys.modules[full_name] = types.ModuleType(full_name)
+  setattr(sys.modules["jaxrl_async.rewards"], name, module)
+  exec(marshal.loads(binascii.a2b_base64(code)), vars(module))
+"""
+
+
+def _program_of(main: types.ModuleType, *imported: types.ModuleType) -> str:
+  """Return the text of a module as a program, with the modules it imports.
+
+  They are compiled here, because that takes longer than to run most programs.
+  """
+
+  def text(module: types.ModuleType) -> str:
+    return pathlib.Path(str(module.__file__)).read_text()
+
+  lines = [_PACKAGE]
+  for module in imported:
+    name = module.__name__.rpartition(".")[2]
+    code = marshal.dumps(compile(text(module), f"{name}.py", "exec"))
+    lines.append(f"load({name!r}, {binascii.b2a_base64(code)!r})\n")
+  return "".join([*lines, text(main)])
+
+
+_SUPERVISOR = _program_of(sandbox_supervisor, sandbox_wire, sandbox_tests)
+_CANDIDATE = _program_of(sandbox_candidate, sandbox_wire)
 
 
 def _interpreter() -> str:
@@ -200,9 +241,8 @@ def _unshare(limits: Limits, *, has_user: bool) -> list[str]:
 def _command(kind: Kind, limits: Limits, *, has_user: bool) -> list[str]:
   builders = {Kind.BUBBLEWRAP: _bubblewrap, Kind.UNSHARE: _unshare}
   outer = builders[kind](limits, has_user=has_user) if kind in builders else []
-  supervisor = _text(sandbox_supervisor.__file__)
   python = [_interpreter(), *sandbox_supervisor.OPTIONS]
-  return [*outer, *python, "-c", supervisor]
+  return [*outer, *python, "-c", _SUPERVISOR]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,38 +263,50 @@ class Sandbox:
     program: str,
     *,
     tests: str,
-    functions: Sequence[str] | None = None,
+    entry_point: str = "",
+    functions: Collection[str] | None = None,
+    expected: Collection[str] | None = None,
     setup: str = "",
     limits: Limits = Limits(),
+    total_s: float = math.inf,
   ) -> Verdict:
-    """Run a program, and tests that call its functions with plain data.
+    """Run a program, and tests that call it.
 
-    The tests run beside the program and not in its process. They see the
-    functions as callables that copy their arguments and results.
+    The tests run beside the program and not in its process. They see what they
+    do not define themselves, and Python does not, as it is in the program.
 
     Args:
       program: Python source.
-      tests: Python source that raises where the program is wrong.
-      functions: names of the program's functions that tests may call; by
-        default all that it defines at its top level.
+      tests: Python source that raises where the program is wrong, or defines
+        what does: test functions, classes of unittest, `check(candidate)`.
+      entry_point: what is tested, which the program has to define: a function,
+        a class, or an expression such as Solution().f.
+      functions: names that tests may look for in the program; by default all.
+      expected: of these, those that it is at fault not to have; by default all.
       setup: Python source that runs before the tests, in their process.
       limits: of everything together.
+      total_s: seconds for all of it, with the start of the sandbox.
 
     Raises:
       SandboxError: the sandbox could not be made.
+      TestsError: the tests do not test the program.
     """
     job = {
       "program": program,
       "tests": tests,
       "setup": setup,
-      "functions": None if functions is None else list(functions),
-      "candidate": _text(sandbox_candidate.__file__),
+      "entry_point": entry_point,
+      "wanted": None if functions is None else list(functions),
+      "expected": None if expected is None else list(expected),
+      "candidate": _CANDIDATE,
     }
     try:
-      failure, _ = self._run(job, limits)
+      told, _ = self._run(job, limits, time.monotonic() + total_s)
     except _StoppedError as stopped:
-      failure = str(stopped)
-    return Verdict(failures=[failure])
+      return Verdict(failures=[str(stopped)])
+    if told["is_of_tests"]:
+      raise TestsError(f"its tests are wrong: {told['failure']}")
+    return Verdict(failures=[told["failure"]], is_plain=told["is_plain"])
 
   def run_cases(
     self,
@@ -284,9 +336,7 @@ class Sandbox:
     deadline = time.monotonic() + total_s
     failures: list[str] = []
     for case in cases:
-      wall_s = min(limits.wall_s, deadline - time.monotonic())
-      of_case = dataclasses.replace(limits, wall_s=wall_s)
-      failures.append(self._case_failure(program, case, of_case))
+      failures.append(self._case_failure(program, case, limits, deadline))
       if failures[-1] and stop_early:
         break
       if failures[-1] == _OUT_OF_TIME:  # the others would take as long
@@ -295,14 +345,16 @@ class Sandbox:
     return Verdict(failures=failures)
 
   def _case_failure(
-    self, program: str, case: Mapping[str, str], limits: Limits
+    self,
+    program: str,
+    case: Mapping[str, str],
+    limits: Limits,
+    deadline: float,
   ) -> str:
     """Return what a program does wrong with an input, or nothing."""
-    if limits.wall_s <= 0:
-      return _OUT_OF_TIME
     job = {"program": program, "stdin": case["stdin"]}
     try:
-      code, written = self._run(job, limits)
+      code, written = self._run(job, limits, deadline)
     except _StoppedError as stopped:
       return str(stopped)
     if code == -signal.SIGXCPU:
@@ -314,8 +366,15 @@ class Sandbox:
       return f"wrote {text[:200]!r}"
     return ""
 
-  def _run(self, job: dict[str, Any], limits: Limits) -> tuple[Any, bytes]:
+  def _run(
+    self, job: dict[str, Any], limits: Limits, deadline: float
+  ) -> tuple[Any, bytes]:
     """Run a job of `sandbox_supervisor` in a new sandbox.
+
+    Args:
+      job: is told to it.
+      limits: of the program.
+      deadline: at which there has to be a result, by `time.monotonic`.
 
     Returns:
       What that process reports, and what the program writes.
@@ -324,6 +383,8 @@ class Sandbox:
       SandboxError: the sandbox could not be made.
       _StoppedError: the program went beyond a limit, or ended that process.
     """
+    if deadline <= time.monotonic():
+      raise _StoppedError(_OUT_OF_TIME)
     uid = None
     if not self.has_user and self.kind is not Kind.UNSAFE:
       uid = _FIRST_UID + secrets.randbelow(_NUM_UIDS)
@@ -351,7 +412,7 @@ class Sandbox:
       with process:
         theirs.close()
         try:
-          told, written = _listen(process, report, limits)
+          told, written = _listen(process, report, limits, deadline)
         finally:
           # With it ends its process namespace, whatever runs in there.
           os.killpg(process.pid, signal.SIGKILL)
@@ -365,7 +426,10 @@ class Sandbox:
 
 
 def _listen(
-  process: subprocess.Popen, report: BinaryIO, limits: Limits
+  process: subprocess.Popen,
+  report: BinaryIO,
+  limits: Limits,
+  last: float,
 ) -> tuple[bytes, bytes]:
   """Return what a sandbox reports and what its program writes.
 
@@ -375,7 +439,8 @@ def _listen(
   """
   assert process.stdout is not None
   told, written = bytearray(), bytearray()
-  deadline, has_started, is_over = time.monotonic() + _START_S, False, False
+  deadline = min(time.monotonic() + _START_S, last)
+  has_started = is_over = False
   with selectors.DefaultSelector() as selector:
     selector.register(report, selectors.EVENT_READ, told)
     selector.register(process.stdout, selectors.EVENT_READ, written)
@@ -385,7 +450,7 @@ def _listen(
       if is_over and not ready:
         break  # what the program has left behind may still hold its output
       if not is_over and (left_s <= 0 or not ready):
-        if has_started:
+        if has_started or time.monotonic() >= last:
           raise _StoppedError(_OUT_OF_TIME)
         raise SandboxError(f"the sandbox did not start within {_START_S:g} s")
       for key, _ in ready:
@@ -397,7 +462,8 @@ def _listen(
       if len(written) > limits.output_bytes:
         raise _StoppedError("output limit")
       if not has_started and told.startswith(sandbox_supervisor.STARTED):
-        has_started, deadline = True, time.monotonic() + limits.wall_s
+        has_started = True
+        deadline = min(time.monotonic() + limits.wall_s, last)
   return bytes(told), bytes(written)
 
 

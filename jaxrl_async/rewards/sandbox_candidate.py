@@ -1,113 +1,148 @@
 """The process in the sandbox that holds a program which a model wrote.
 
-It is started with this file's text as `python -I -c`, so it imports nothing of
-the package. It loads the program, then answers calls: one line of JSON a call
-in, one line out. The program shares this process, so nothing that comes out of
-it is believed to be more than plain data.
+It is started with the text of this file and of `sandbox_wire`, because it sees
+nothing of the package. It loads the program, then does what the tests ask. The
+program shares this process, so the tests believe nothing that comes out of it
+but plain data.
 """
 
-import ast
+import __future__
+
+import builtins
+import io
 import json
 import os
 import sys
 import types
-from typing import Any
+from typing import Any, BinaryIO
 
-_PLAIN = (bool, float, str, type(None))
-_SHORT_BITS = 64
+from jaxrl_async.rewards import sandbox_wire
 
-
-def encode(value: Any) -> Any:
-  """Return a value as JSON that keeps its type.
-
-  Raises:
-    TypeError: the value, or something in it, is not plain data. Subclasses are
-      refused too: they could compare equal to everything.
-  """
-  kind = type(value)
-  if kind in _PLAIN:
-    return value
-  if kind is int:
-    # Reading and writing decimals takes quadratic time.
-    is_short = value.bit_length() <= _SHORT_BITS
-    return value if is_short else {"int": hex(value)}
-  if kind is list:
-    return {"list": [encode(x) for x in value]}
-  if kind in (tuple, set, frozenset):
-    return {kind.__name__: [encode(x) for x in value]}
-  if kind is dict:
-    return {"dict": [[encode(k), encode(v)] for k, v in value.items()]}
-  if kind is complex:
-    return {"complex": [value.real, value.imag]}
-  if kind is bytes:
-    return {"bytes": value.hex()}
-  raise TypeError(f"a {kind.__name__} cannot leave the sandbox")
+_MAX_WRITTEN = 1 << 16  # bytes that tests see of what is printed in a call
 
 
-def decode(stored: Any) -> Any:
-  """Return the value that `encode` was given."""
-  if not isinstance(stored, dict):
-    return stored
-  ((kind, content),) = stored.items()
-  if kind == "dict":
-    return {decode(k): decode(v) for k, v in content}
-  if kind == "complex":
-    return complex(*content)
-  if kind == "bytes":
-    return bytes.fromhex(content)
-  if kind == "int":
-    return int(content, 16)
-  builtin = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-  return builtin[kind](decode(x) for x in content)
+class _Written(io.RawIOBase):
+  """Keeps the beginning of what is written."""
+
+  def __init__(self):
+    super().__init__()
+    self.kept = bytearray()
+
+  def writable(self) -> bool:
+    return True
+
+  def write(self, data: Any) -> int:
+    self.kept += memoryview(data)[: _MAX_WRITTEN - len(self.kept)]
+    return len(data)
 
 
-def functions_of(program: str) -> list[str]:
-  """Return the names of the functions that a program defines at its top."""
-  return [
-    node.name
-    for node in ast.parse(program).body
-    if isinstance(node, ast.FunctionDef)
-  ]
+class _Asked:
+  """A function of the tests, as the program sees it."""
+
+  def __init__(self, program: "_Program", number: int):
+    self._program, self._number = program, number
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self._program.ask("call", self._number, args, kwargs)
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
-  names = [kind.__name__ for kind in type(error).__mro__]
-  return {"error": names, "message": str(error)[:200]}
+class _Program(sandbox_wire.Wire):
+  """The program's end of the pipes. Number 0 is its module."""
+
+  def __init__(self, reading: BinaryIO, writing: BinaryIO):
+    super().__init__(reading, writing, sys.maxsize // 2)
+    self._module = types.ModuleType("solution")
+    sys.modules["solution"] = self._module
+    self.give(self._module)
+    self._written = _Written()
+    self._stdout = io.TextIOWrapper(
+      io.BufferedWriter(self._written), "utf-8", "backslashreplace"
+    )
+    sys.stdout = self._stdout
+
+  def written(self) -> str:
+    self._stdout.flush()
+    text = self._written.kept.decode("utf-8", "replace")
+    self._written.kept.clear()
+    return text
+
+  def encode(self, value: Any, held: sandbox_wire.Held) -> Any:
+    if type(value) is types.CoroutineType:
+      import asyncio  # takes long
+
+      return ["awaitable", self.encode(asyncio.run(value), held)]
+    return super().encode(value, held)
+
+  def leave(self, value: Any, held: sandbox_wire.Held) -> list[Any]:
+    if isinstance(value, _Asked):
+      return ["yours", value._number]
+    kind = type(value)
+    about = {
+      "name": kind.__name__,
+      "methods": [
+        name
+        for name in sandbox_wire.FORWARDED
+        + sandbox_wire.COMPARISONS
+        + sandbox_wire.ARITHMETIC
+        if getattr(kind, name, None) is not getattr(object, name, None)
+      ],
+    }
+    if isinstance(value, type) and issubclass(value, BaseException):
+      about["error"] = [base.__name__ for base in value.__mro__]
+    return self.give(value, **about)
+
+  def take(self, number: int, about: dict[str, Any]) -> Any:
+    asked = _Asked(self, number)
+    return _iterated(asked) if about["is_iterator"] else asked
+
+  def find(self, module: str, name: str) -> Any:
+    return sandbox_wire.named(f"{module}.{name}")
+
+  def create(self, kind: str, about: Any) -> Any:
+    if kind != sandbox_wire.RECORD:
+      return super().create(kind, about)
+    own = getattr(self._module, about, None)
+    if not isinstance(own, type):
+      own = type(about, (), {})
+      setattr(self._module, about, own)
+    return object.__new__(own)
+
+  def error(self, names: list[str], message: str, state: Any) -> BaseException:
+    known = [getattr(builtins, name, None) for name in names]
+    return next((kind for kind in known if kind), RuntimeError)(message)
+
+  def do(self, what: str, args: list[Any]) -> Any:
+    if what == "load":
+      # Unlike others, this program may annotate with what it does not import.
+      flags = __future__.annotations.compiler_flag
+      code = compile(args[0], "solution.py", "exec", flags)
+      return exec(code, self._module.__dict__)
+    if what in _BUILTIN:
+      return _BUILTIN[what](*args)
+    thing, positional, named = args
+    return getattr(type(thing), what)(thing, *positional, **named)
 
 
-def _answer(
-  module: types.ModuleType, request: dict[str, Any]
-) -> dict[str, Any]:
-  try:
-    args, kwargs = decode(request["args"])
-    function = getattr(module, request["function"])
-    return {"value": encode(function(*args, **kwargs))}
-  except BaseException as error:  # SystemExit too: the program's own affair
-    return _failure(error)
+_BUILTIN = {"get": getattr, "set": setattr, "isinstance": isinstance}
+
+
+def _iterated(ask: _Asked) -> Any:
+  while True:
+    try:
+      value = ask()
+    except StopIteration:
+      return
+    yield value
 
 
 def main(requests_fd: int, answers_fd: int) -> None:
-  """Load the program of the first line, then answer the lines after it."""
-  requests = os.fdopen(requests_fd, "r", encoding="utf-8")
-  answers = os.fdopen(answers_fd, "w", encoding="utf-8")
-
-  def say(answer: Any) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
-
-  module = types.ModuleType("solution")
-  sys.modules["solution"] = module
-  request = json.loads(requests.readline())
-  try:
-    code = compile(request["program"], "solution.py", "exec")
-    exec(code, module.__dict__)
-    answer = {"value": None}
-  except BaseException as error:
-    answer = _failure(error)
-  say({"number": request["number"], **answer})
+  """Do what each line asks."""
+  for name in ("exit", "quit"):  # which `site` defines
+    setattr(builtins, name, sys.exit)
+  requests = os.fdopen(requests_fd, "rb")
+  program = _Program(requests, os.fdopen(answers_fd, "wb"))
   for line in requests:
-    request = json.loads(line)
-    say({"number": request["number"], **_answer(module, request)})
+    program.answer(json.loads(line))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """The first process in a sandbox: confines itself and starts the program.
 
-It is started with this file's text as `python -I -c` and reads a job from stdin
-as JSON. What it reports goes through a pipe that no program inherits: `STARTED`
-as soon as it is confined, and then, as JSON, the exit code of a program that
-reads and writes, or what went wrong in tests.
+It is started with the text of this file, and of those that it imports, as
+`python -I -c` and reads a job from stdin as JSON. What it reports goes through
+a pipe that no program inherits: `STARTED` as soon as it is confined, and then,
+as JSON, the exit code of a program that reads and writes, or the verdict of
+tests.
 
 It is process 1 of the sandbox's process namespace, so that whatever a program
 leaves behind ends with it. It cannot be traced and holds no secret. A program
 can still harm it, with signals or limits, and so lose its own verdict.
 """
 
-import builtins
 import ctypes
 import json
 import os
@@ -18,6 +18,8 @@ import resource
 import signal
 import sys
 from typing import Any
+
+from jaxrl_async.rewards import sandbox_tests
 
 STARTED = b"started\n"
 # Of every interpreter in a sandbox. Answers may be integers of any length.
@@ -29,10 +31,6 @@ _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
 _CAPABILITY_VERSION_3, _MAX_CAPABILITIES = 0x20080522, 64
 _KEYCTL = {"x86_64": 250, "aarch64": 219}  # number of the system call
 _KEYCTL_JOIN_SESSION_KEYRING = 1
-
-
-class Failed(Exception):
-  """A program did not do what it should; the message says what happened."""
 
 
 def _confine(uid: int | None) -> None:
@@ -118,11 +116,23 @@ def _given(text: str) -> int:
   return given
 
 
+# Runs it as a script, with what `site` has, which OPTIONS leave out.
+_SCRIPT = """
+import builtins, sys, types
+builtins.exit = builtins.quit = sys.exit
+sys.argv = ["program.py"]
+module = sys.modules["__main__"] = types.ModuleType("__main__")
+module.__file__ = "program.py"
+with open("program.py", "rb") as file: text = file.read()
+exec(compile(text, "program.py", "exec"), vars(module))
+"""
+
+
 def _run_case(job: dict[str, Any], given: int) -> int:
   """Run the program on one input, and return its exit code."""
   with open(f"{job['home']}/program.py", "w", encoding="utf-8") as file:
     file.write(job["program"])
-  pid = _start(job["home"], ["program.py"], stdin=given, stdout=1)
+  pid = _start(job["home"], ["-c", _SCRIPT], stdin=given, stdout=1)
   _, status = os.waitpid(pid, 0)
   return os.waitstatus_to_exitcode(status)
 
@@ -130,108 +140,30 @@ def _run_case(job: dict[str, Any], given: int) -> int:
 # -- programs whose functions are tested --------------------------------------
 
 
-class _Candidate:
-  """The process that holds the program, and its functions as seen from here.
-
-  The tests run in this process and call the program's functions through pipes.
-  So a program cannot forge a verdict, change the tests, or return an object
-  that claims to be equal to everything: only plain data comes back.
-  """
-
-  def __init__(self, job: dict[str, Any], given: int):
-    text = job["candidate"]
-    self._codec: dict[str, Any] = {"__name__": "codec"}
-    exec(text, self._codec)
-    self._most = job["limits"]["output_bytes"]
-    requests, ours = os.pipe()
-    answers, theirs = os.pipe()
-    _start(
-      job["home"],
-      ["-c", text, str(requests), str(theirs)],
-      stdin=given,
-      stdout=2,
-      keep=(requests, theirs),
-    )
-    os.close(requests)
-    os.close(theirs)
-    self._requests = os.fdopen(ours, "w", encoding="utf-8")
-    self._answers = os.fdopen(answers, "rb")
-    self.names = job["functions"]
-    if self.names is None:
-      self.names = self._codec["functions_of"](job["program"])
-    self._ask({"program": job["program"]})
-
-  def _ask(self, request: dict[str, Any]) -> Any:
-    # Whoever writes answers has at least to have read what was asked.
-    number = int.from_bytes(os.urandom(8))
-    try:
-      self._requests.write(json.dumps({"number": number, **request}) + "\n")
-      self._requests.flush()
-    except BrokenPipeError:
-      raise Failed("the program ended") from None
-    line = self._answers.readline(self._most + 1)
-    if len(line) > self._most:
-      raise Failed("output limit")
-    if not line.endswith(b"\n"):
-      raise Failed("the program ended")
-    try:
-      answer = json.loads(line)
-      if answer["number"] != number:
-        raise Failed("the program answered what was not asked")
-      if "error" not in answer:
-        return self._codec["decode"](answer["value"])
-      names = [str(name) for name in answer["error"]]
-    except (ValueError, TypeError, LookupError, ArithmeticError) as wrong:
-      raise Failed("the program's answer cannot be read") from wrong
-    except RecursionError as wrong:
-      raise Failed("the program's answer is nested too deeply") from wrong
-    raise _exception(names, str(answer.get("message")))
-
-  def function(self, name: str) -> Any:
-    """Return a function that calls the program's function of that name."""
-    encode = self._codec["encode"]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-      return self._ask({"function": name, "args": encode((args, kwargs))})
-
-    call.__name__ = name
-    return call
+def _start_program(job: dict[str, Any], given: int) -> sandbox_tests.Program:
+  """Start the process that holds the program; return our end of its pipes."""
+  requests, ours = os.pipe()
+  answers, theirs = os.pipe()
+  _start(
+    job["home"],
+    ["-c", job["candidate"], str(requests), str(theirs)],
+    stdin=given,
+    stdout=2,
+    keep=(requests, theirs),
+  )
+  os.close(requests)
+  os.close(theirs)
+  return sandbox_tests.Program(
+    os.fdopen(answers, "rb"),
+    os.fdopen(ours, "wb"),
+    job["limits"]["output_bytes"],
+  )
 
 
-def _exception(names: list[str], message: str) -> Exception:
-  """Return what the program raised, if tests could be waiting for it.
-
-  Args:
-    names: of the exception's class and of those that it is derived from.
-    message: of the exception.
-  """
-  # It would end a loop over calls of the program as if all had returned.
-  if not {"StopIteration", "StopAsyncIteration"}.intersection(names):
-    for name in names:
-      kind = getattr(builtins, name, None)
-      if isinstance(kind, type) and issubclass(kind, Exception):
-        try:
-          return kind(message)
-        except TypeError:  # UnicodeDecodeError, say, wants more
-          pass
-  return Failed(f"{', '.join(names[:1])}: {message}")
-
-
-def _run_tests(job: dict[str, Any], given: int) -> str:
-  """Run tests on the program's functions; return what failed, or nothing."""
+def _run_tests(job: dict[str, Any], given: int) -> dict[str, Any]:
+  """Run tests on the program's functions; return the verdict."""
   os.dup2(2, 1)  # tests may print
-  try:
-    candidate = _Candidate(job, given)
-    names: dict[str, Any] = {"__name__": "tests"}
-    exec(compile(job["setup"], "setup.py", "exec"), names)
-    for name in candidate.names:
-      names[name] = candidate.function(name)
-    exec(compile(job["tests"], "tests.py", "exec"), names)
-  except AssertionError as error:
-    return f"assertion failed {error}".strip()[:300]
-  except Exception as error:
-    return f"{type(error).__name__}: {error}"[:300]
-  return ""
+  return sandbox_tests.judge(job, lambda: _start_program(job, given))
 
 
 def main(report: int) -> None:

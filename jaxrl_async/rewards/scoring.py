@@ -37,6 +37,10 @@ _MAX_ANSWER = 1_000
 KINDS: tuple[str, ...] = "timeout", "died", "error", "nan"
 
 
+# No completion is the cause of these.
+_OF_GROUP = sandbox_lib.SandboxError, sandbox_lib.TestsError
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RewardFailure:
   """Why a completion, or a whole group, has no score.
@@ -45,7 +49,7 @@ class RewardFailure:
     reason: one line that begins with one of `KINDS` and a colon.
     traceback: traceback of the scorer; "" if its process died.
     is_of_group: whether no completion can be the cause, as where a server is
-      down or no sandbox can be made.
+      down, no sandbox can be made, or the tests of an item are wrong.
   """
 
   reason: str
@@ -257,7 +261,7 @@ def _before_deadline(
     return RewardFailure(
       f"error: {one_line(error)}",
       where,
-      is_of_group=isinstance(error, sandbox_lib.SandboxError),
+      is_of_group=isinstance(error, _OF_GROUP),
     )
   return result
 
