@@ -81,7 +81,8 @@ def _check() -> None:
         f"{flag.name}: nothing runs on it; add --dry_run"
       )
   if gpus.is_named(_TOPOLOGY.value):
-    if _COMPILE.value and not gpus.parse(_TOPOLOGY.value).kind:
+    named = gpus.parse(_TOPOLOGY.value)
+    if _COMPILE.value and not named.kind:
       raise sections.ConfigError(
         "compile: nothing is compiled for a GPU of which only the memory is"
         f" known; use --topology={next(iter(gpus.KINDS))}, or a machine with a"

@@ -39,6 +39,7 @@ NIGHTLY = pytest.mark.nightly
 CASES = {
   "meshes": {
     "mesh": {"train_fsdp": 2, "rollout_data": 2},
+    "model": {"max_positions": 4_096},
     "train.optimizer": {"offload": True},
     "cluster": {"start_timeout_s": 200.0},
   },
