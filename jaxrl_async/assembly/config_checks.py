@@ -13,6 +13,7 @@ from jaxrl_async.data import task_sources
 from jaxrl_async.data import worked_solutions
 from jaxrl_async.devices import tpu_chips
 from jaxrl_async.models import configs
+from jaxrl_async.models import hub
 from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.storage import directories
 
@@ -47,10 +48,13 @@ def check(config: sections.Config) -> None:
     if field.known.directory and field.value:
       directories.check_can_read(field.path, field.value, field.known.directory)
   name = config.model.name
-  if name not in configs.MODELS:
+  if name not in configs.MODELS and not name.startswith(hub.PREFIX):
     known = f"use one of {', '.join(configs.MODELS)}"
     directories.check_can_read(
-      "model.name", name, f"{known}, or a directory in Hugging Face's format"
+      "model.name",
+      name,
+      f"{known}, a directory in Hugging Face's format, or hf:ORG/NAME of its"
+      " hub",
     )
   if config.transfer.directory:
     directories.check_can_write("transfer.directory", config.transfer.directory)

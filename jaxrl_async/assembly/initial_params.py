@@ -15,6 +15,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_weights
+from jaxrl_async.models import hub
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import peft_files
 from jaxrl_async.models import transformer
@@ -35,8 +36,21 @@ def before_training(setup: setup_lib.Setup) -> transformer.Params:
     ConfigError: as `load_pretrained`.
   """
   if setup.pretrained is not None:
+    fetch_weights(setup)
     return load_pretrained("model.name", setup.pretrained, setup)
   return random(setup)
+
+
+def fetch_weights(setup: setup_lib.Setup) -> None:
+  """Download the weights of `model.name`, if it names a model of the hub.
+
+  Raises:
+    ConfigError: they cannot be downloaded.
+  """
+  try:
+    hub.fetch_weights(setup.config.model.name)
+  except hub.HubError as error:
+    raise sections.ConfigError(f"model.name: {error}") from error
 
 
 def random(setup: setup_lib.Setup) -> transformer.Params:

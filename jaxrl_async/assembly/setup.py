@@ -7,7 +7,6 @@ Parts that only some of them need are built in `assembly`.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import os
 import pathlib
 from typing import Any
 
@@ -28,6 +27,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
+from jaxrl_async.models import hub
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.text import chat_template as chat_template_lib
@@ -297,10 +297,15 @@ def chat_template_of(
 
 
 def _pretrained(config: sections.Config) -> pathlib.Path | None:
-  """Return the directory of the pretrained model, if `model.name` names one."""
-  name = config.model.name  # os.path accepts any name; pathlib may raise
-  is_directory = name not in configs.MODELS and os.path.isdir(name)
-  return pathlib.Path(name) if is_directory else None
+  """Return the directory of the pretrained model, if `model.name` names one.
+
+  Raises:
+    ConfigError: it names one of the hub, which cannot be read.
+  """
+  try:
+    return hub.model_directory(config.model.name)
+  except hub.HubError as error:
+    raise sections.ConfigError(f"model.name: {error}") from error
 
 
 def _load_tokenizer(
@@ -407,7 +412,8 @@ def _base_config(
   if pretrained is None:
     raise sections.ConfigError(
       f"model.name: {sections.shown(name)} does not exist; use one of"
-      f" {', '.join(configs.MODELS)}, or a directory in Hugging Face's format"
+      f" {', '.join(configs.MODELS)}, a directory in Hugging Face's format, or"
+      " hf:ORG/NAME of the hub"
     )
   try:
     model = hf_config.model_config(pretrained)

@@ -129,8 +129,9 @@ class ModelSection:
     "quickstart",
     fixed="stored weights and tokens are of that model and tokenizer",
   )
-  """A key of `models.configs.MODELS`, or a directory in Hugging Face format,
-  which provides architecture, tokenizer and initial weights."""
+  """A key of `models.configs.MODELS`, a directory in Hugging Face format, or
+  hf:ORG/NAME[@REVISION] of its hub. The last two provide the architecture, the
+  tokenizer and the initial weights."""
   tokenizer: str = setting(
     "",
     directory="use a directory with a tokenizer.json",

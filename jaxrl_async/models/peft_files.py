@@ -17,6 +17,7 @@ from safetensors import numpy as safetensors_numpy
 
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
+from jaxrl_async.models import hub
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.storage import model_files
 
@@ -237,7 +238,7 @@ def write(
     model: the architecture, with its adapters.
     params: their leaves, with stacked layers; jax or numpy arrays. Other leaves
       are left out.
-    base_model: name or directory of the base, for readers.
+    base_model: directory of the base, or its name as `hub` reads it.
 
   Raises:
     FileExistsError: the directory already holds an adapter.
@@ -264,10 +265,12 @@ def write(
     tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"}
   )
   alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+  name, revision = hub.repository(base_model)
   settings = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": base_model or None,
+    "base_model_name_or_path": name or None,
+    "revision": revision,
     "r": lora.rank,
     "lora_alpha": alpha,
     "lora_dropout": 0.0,

@@ -19,6 +19,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
+from jaxrl_async.models import hub
 from jaxrl_async.models import transformer
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
@@ -231,7 +232,11 @@ def model_directory(stored: StoredPolicy) -> pathlib.Path | None:
   None if it began with none. The directory may be gone.
   """
   name = stored.config.model.name
-  return None if name in configs.MODELS else pathlib.Path(name)
+  try:
+    found = hub.model_directory(name)
+  except hub.HubError:
+    found = None
+  return None if name in configs.MODELS else found or pathlib.Path(name)
 
 
 def chat_template(stored: StoredPolicy) -> chat_template_lib.ChatTemplate:

@@ -1,0 +1,214 @@
+"""Models of the hub, from a small server that speaks its protocol."""
+
+import hashlib
+from http import server as http_server
+import json
+import pathlib
+import threading
+import urllib.parse
+
+from huggingface_hub import constants
+import jax
+import numpy as np
+import pytest
+import test_assembly
+
+from configs import tiny
+from jaxrl_async.assembly import checks
+from jaxrl_async.assembly import initial_params
+from jaxrl_async.config import sections
+from jaxrl_async.models import hub
+
+COMMIT = "5" * 40
+# What the hub answers for a repository that it does not show.
+REFUSALS = {
+  "org/private": (401, "RepoNotFound"),
+  "org/gated": (403, "GatedRepo"),
+  "org/busy": (429, ""),
+  "org/broken": (500, ""),
+}
+
+
+class Handler(http_server.BaseHTTPRequestHandler):
+  """The hub's listing of a commit, its files, and its refusals."""
+
+  root: pathlib.Path
+  asked: list[str] = []
+  damage: dict[str, bytes] = {}  # by file: what is sent instead
+  protocol_version = "HTTP/1.1"
+
+  def do_HEAD(self):  # noqa: N802
+    self._answer(has_body=False)
+
+  def do_GET(self):  # noqa: N802
+    self._answer(has_body=True)
+
+  def _answer(self, has_body):
+    path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+    self.asked.append(path)
+    name = "/".join(path.removeprefix("/api/models").split("/")[1:3])
+    if name in REFUSALS:
+      return self._send(*REFUSALS[name])
+    if not (self.root / name).is_dir():
+      return self._send(404, "RepoNotFound")
+    rest = path.partition(name)[2].split("/")[1:]
+    if rest[0] == "revision":
+      if rest[1] not in ("main", "v1", COMMIT):
+        return self._send(404, "RevisionNotFound")
+      return self._json({"id": name, "sha": COMMIT, "siblings": []})
+    if rest[0] == "tree":
+      files = sorted(f for f in (self.root / name).rglob("*") if f.is_file())
+      return self._json([self._entry(file, self.root / name) for file in files])
+    file = self.root / name / "/".join(rest[2:])
+    content = self.damage.get(file.name, file.read_bytes())
+    self.send_response(200)
+    self.send_header("X-Repo-Commit", COMMIT)
+    self.send_header("ETag", f'"{digest(file)}"')
+    self.send_header("Content-Length", str(file.stat().st_size))
+    self.end_headers()
+    if has_body:
+      self.wfile.write(content)
+      if len(content) < file.stat().st_size:
+        self.close_connection = True
+
+  def _entry(self, file, directory):
+    size = file.stat().st_size
+    entry = {"type": "file", "path": str(file.relative_to(directory))}
+    entry |= {"size": size, "oid": "0" * 40}
+    if file.suffix == ".safetensors":
+      entry["lfs"] = {"oid": digest(file), "size": size, "pointerSize": 100}
+    return entry
+
+  def _json(self, value):
+    text = json.dumps(value).encode()
+    self.send_response(200)
+    self.send_header("Content-Type", "application/json")
+    self.send_header("Content-Length", str(len(text)))
+    self.end_headers()
+    self.wfile.write(text)
+
+  def _send(self, status, code):
+    self.send_response(status)
+    if code:
+      self.send_header("X-Error-Code", code)
+    self.send_header("Content-Length", "0")
+    self.end_headers()
+
+  def log_message(self, *_):
+    pass
+
+
+def digest(file):
+  return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def params(tmp_path, monkeypatch):
+  """A hub with org/model, and an empty cache; returns the model's weights."""
+  Handler.root, Handler.asked, Handler.damage = tmp_path / "hub", [], {}
+  directory = Handler.root / "org" / "model"
+  written = test_assembly.write_pretrained(directory, get_config())
+  (directory / "onnx").mkdir()
+  (directory / "onnx" / "model.onnx").write_bytes(b"x" * 100)
+  (directory / "pytorch_model.bin").write_bytes(b"x" * 100)
+  monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+  with http_server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield written
+    server.shutdown()
+    thread.join(10)
+
+
+def get_config(name=""):
+  config = tiny.get_config()
+  config.warm_start.num_steps = 0
+  config.model.name = name or config.model.name
+  return config
+
+
+def started(name):
+  """The parameters that a run of a model of the hub begins with."""
+  setup = checks.checked(get_config(name), jax.devices()[:2])
+  return initial_params.before_training(setup)
+
+
+@pytest.mark.parametrize("name", ["hf:org/model", "hf:org/model@v1"])
+def test_a_run_begins_with_the_weights_of_a_model_of_the_hub(params, name):
+  jax.tree.map(np.testing.assert_array_equal, params, started(name))
+  # Nothing was downloaded that the run does not read.
+  assert not any("onnx/" in path or ".bin" in path for path in Handler.asked)
+
+
+def test_checks_and_dry_runs_do_not_download_weights(params):
+  checks.checked(get_config("hf:org/model"), jax.devices()[:2])
+  assert any("config.json" in path for path in Handler.asked)
+  assert not any("safetensors" in path for path in Handler.asked)
+
+
+def test_what_is_in_the_cache_needs_no_hub(params, monkeypatch):
+  started("hf:org/model")
+  monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+  jax.tree.map(np.testing.assert_array_equal, params, started("hf:org/model"))
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+  jax.tree.map(np.testing.assert_array_equal, params, started("hf:org/model"))
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("hf:org/none", "there is no such repository, or it is private"),
+    ("hf:org/private", "there is no such repository, or it is private"),
+    ("hf:org/gated", "give access on request.*HF_TOKEN"),
+    ("hf:org/model@v9", "there is no revision 'v9'"),
+    ("hf:org/busy", "is not in the cache.*429"),
+    ("hf:org/broken", "is not in the cache.*500"),
+    ("hf:", "is not in the cache"),
+    ("hf:a/b/c", "is not in the cache"),
+    ("hf:../up", "is not in the cache"),
+  ],
+)
+def test_what_the_hub_refuses_is_one_line(params, name, message):
+  with pytest.raises(sections.ConfigError, match=message) as error:
+    started(name)
+  assert str(error.value).startswith("model.name: ")
+  assert "\n" not in str(error.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(params, monkeypatch):
+  monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+  with pytest.raises(
+    sections.ConfigError, match="is not in the cache"
+  ) as error:
+    started("hf:org/model")
+  assert "\n" not in str(error.value)
+
+
+def test_weights_that_were_damaged_on_the_way_are_refused(params):
+  weights = Handler.root / "org" / "model" / "model.safetensors"
+  Handler.damage = {weights.name: weights.read_bytes()[:-1] + b"\0"}
+  with pytest.raises(sections.ConfigError, match="damaged.*delete"):
+    started("hf:org/model")
+
+
+@pytest.mark.slow  # huggingface_hub tries five times
+def test_half_of_a_file_is_never_in_the_snapshot(params):
+  weights = Handler.root / "org" / "model" / "model.safetensors"
+  Handler.damage = {weights.name: weights.read_bytes()[:1_000]}
+  with pytest.raises(
+    sections.ConfigError, match="is not in the cache"
+  ) as error:
+    started("hf:org/model")
+  assert "\n" not in str(error.value)
+  Handler.damage = {}
+  jax.tree.map(np.testing.assert_array_equal, params, started("hf:org/model"))
+
+
+def test_names_are_split_at_the_revision():
+  assert hub.repository("hf:org/model@v1") == ("org/model", "v1")
+  assert hub.repository("hf:org/model") == ("org/model", None)
+  assert hub.repository("/a@b/model") == ("/a@b/model", None)
