@@ -13,6 +13,7 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 import pytest
+import reward_scorers
 import test_run
 
 from jaxrl_async.config import sections
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.slow
 
 NUM_STEPS = 8
 DIFFERENCE = replay_lib.Difference
+SCORER = reward_scorers.raises_on_some
 
 
 def make_config(num_steps=NUM_STEPS, **more):
@@ -89,9 +91,9 @@ def a_checkpoint_between(workdir, first, last):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-  """An asynchronous run in which trajectories span versions."""
+  """An asynchronous run, some of whose trajectories have no score."""
   workdir = tmp_path_factory.mktemp("recorded")
-  test_run.start(make_config(), workdir)
+  test_run.start(make_config(), workdir, scorer=SCORER)
   return workdir
 
 
@@ -100,7 +102,8 @@ def test_a_run_is_replayed_to_the_bit(recorded):
   assert found.last_step == NUM_STEPS and found.has_state
   ledger = test_run.lines(recorded, "ledger")
   trained = [x for x in ledger if x["fate"] == "trained"]
-  assert found.trajectories == 4 * len(trained)
+  sizes = [len(x["rewards"]) for x in trained]
+  assert found.trajectories == sum(sizes) and {3, 4} <= {*sizes}
   assert found.generated == found.checked == num_tokens(recorded) > 500
   assert found.restored == 0
   assert found.record()["state_bit_exact"]
@@ -295,7 +298,7 @@ def test_a_killed_run_and_what_followed_are_replayed(
     shutil.rmtree(workdir / "checkpoints" / name, ignore_errors=True)
   with open(workdir / "timing.jsonl", "a") as file:
     file.write('{"step": 8, "gro')
-  test_run.start(make_config(), workdir)
+  test_run.start(make_config(), workdir, scorer=SCORER)
   starts = recorded_timing.read(workdir).starts
   assert [start.step for start in starts] == [0, 6]
   # As if the second start had had other flags of XLA.
