@@ -26,6 +26,7 @@ from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import train as train_lib
 from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.training import trainer as trainer_lib
 
 pytestmark = pytest.mark.slow
@@ -128,21 +129,26 @@ def test_the_schedule_has_the_version_and_the_admissions_of_each_call(recorded):
 @pytest.mark.parametrize("at", [(1, 3), (5, 7)])
 def test_a_run_that_goes_on_from_a_checkpoint_repeats_the_bits(recorded, at):
   step = a_checkpoint_between(recorded, *at)
-  outstanding = json.loads(
-    (recorded / "checkpoints" / str(step) / "groups.json").read_text()
-  )
-  half_written = [
-    t
-    for x in outstanding
-    for t in (x["group"] or {"trajectories": []})["trajectories"]
-    if t["finish_reason"] is None
-  ]
-  assert half_written
+  begun = {
+    (x.admission.index, t.member): t
+    for x in outstanding_lib.read(recorded / "checkpoints" / str(step))
+    for t in x.group.trajectories
+  }
+  assert any(t.finish_reason is None for t in begun.values())
+  schedule = recorded_timing.read(recorded)
+  trained = {
+    (group.index, t.member)
+    for number in range(step, NUM_STEPS)
+    for group in schedule.step(number).groups
+    for t in group.trajectories
+  }
   found = play(recorded, from_step=step)
   assert (found.first_step, found.last_step) == (step, NUM_STEPS)
   assert found.generated + found.restored == num_tokens(recorded, step)
   assert found.generated == found.checked > 0
-  assert found.restored > 0
+  assert found.restored == sum(
+    t.num_completion_tokens for key, t in begun.items() if key in trained
+  )
 
 
 def test_training_on_the_stored_trajectories_has_the_same_losses(recorded):
@@ -264,27 +270,19 @@ def test_the_first_difference_ends_the_replay(recorded, tmp_path):
 def test_a_different_token_is_shown(recorded, tmp_path):
   def of_a_token(lines):
     size = timing_record.DIGEST_LENGTH
-    at = (lines[4]["groups"]["num_trajectories"][0] + 2) * size
+    at = lines[4]["groups"]["num_trajectories"][0] * size
     digests = lines[4]["digests"]
     lines[4]["digests"] = f"{digests[:at]}{'0' * size}{digests[at + size :]}"
 
   workdir = changed(recorded, tmp_path, of_a_token)
-  index = recorded_timing.read(workdir).step(3).groups[1].admission.index
+  first, second, *_ = recorded_timing.read(workdir).step(3).groups
   stored = workdir / "trajectories" / "3" / "tokens.npy"
   tokens = np.load(stored)
-  before = sum(
-    t.num_tokens
-    for t in recorded_timing.read(workdir).step(3).groups[0].trajectories
-  ) + sum(
-    t.num_tokens
-    for t in recorded_timing.read(workdir).step(3).groups[1].trajectories[:2]
-  )
-  tokens[before + 6] += 1
+  tokens[sum(t.num_tokens for t in first.trajectories) + 6] += 1
   np.save(stored, tokens)
-  with pytest.raises(
-    replay_lib.Difference,
-    match=rf"step 3, group {index}, member 2: tokens\[6\] was \d+ and is \d+$",
-  ):
+  member = second.trajectories[0].member
+  where = f"step 3, group {second.index}, member {member}"
+  with pytest.raises(DIFFERENCE, match=rf"{where}: tokens\[6\] was \d+ and is"):
     play(workdir, until=4)
 
 
