@@ -355,8 +355,9 @@ def test_other_questions_of_evaluations_end_what_can_be_generated(
 def test_turns_and_preemptions_are_replayed(tmp_path):
   pages = {"num_pages": 10, "page_tokens": 4, "prefill_chunk": 8}
   sizes = {"num_slots": 4, "decode_steps_per_call": 2, **pages}
-  config = make_config(rollout=sizes)
-  test_run.start(config, tmp_path, episode=two_turns)
+  algorithm = {"max_staleness": 4, "advantage": "segment"}
+  config = make_config(rollout=sizes, algorithm=algorithm)
+  test_run.start(config, tmp_path, scorer=SCORER, episode=two_turns)
   steps = test_run.lines(tmp_path, "metrics")[1:]
   assert sum(step["rollout/preemptions"] for step in steps) > 0
   found = play(tmp_path, two_turns)
