@@ -307,7 +307,7 @@ class Buffer:
     with self._condition:
       admission = self._get_running(index)
       del self._running[index]
-      self._subtract_due({admission.deadline: 1})
+      self._num_due -= collections.Counter([admission.deadline])
       self._condition.notify_all()
 
   def get_batch(
@@ -340,7 +340,7 @@ class Buffer:
         for deadline, count in oldest.items()
         for _ in range(count)
       ]
-      self._subtract_due(oldest)
+      self._num_due -= collections.Counter(oldest)
       self._taken[step] = batch
       self._next_step = step + 1
       return batch
@@ -492,9 +492,6 @@ class Buffer:
     if not heap:
       del self._finished[deadline]
     return group
-
-  def _subtract_due(self, counts: Mapping[int, int]) -> None:
-    self._num_due -= collections.Counter(counts)
 
   def _get_running(self, index: int) -> types.Admission:
     if index not in self._running:

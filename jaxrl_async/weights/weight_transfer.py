@@ -587,22 +587,12 @@ def make_channel(
   world: world_lib.World | None = None,
   note: Callable[[str], None] = lambda text: None,
 ) -> WeightChannel:
-  """Return the channel that a config asks for.
-
-  Args:
-    kind: of the channel.
-    directory: where an Orbax channel writes versions.
-    target: jax.ShapeDtypeStruct leaves with the rollout shardings.
-    coalesce: False at max_staleness 0, where no version may be skipped.
-    world: the processes that publish together; None is this one alone.
-    note: is called with a message when a version cannot be written.
-  """
+  """Return a new channel of a kind; the other arguments are as there."""
   if kind == sections.Channel.DIRECT:
     return DirectChannel(target)
-  incarnation = transfer_directory.new_incarnation()
   return OrbaxChannel(
     directory,
-    incarnation,
+    transfer_directory.new_incarnation(),
     target,
     coalesce=coalesce,
     world=world,
