@@ -1,5 +1,6 @@
 """The controller on a virtual clock: faults, and what holds all the same."""
 
+import dataclasses
 import json
 import pathlib
 import random
@@ -252,6 +253,16 @@ def test_a_group_that_is_counted_twice_is_found(monkeypatch):
     add_filtered(self, group)
 
   monkeypatch.setattr(ledger_lib.Ledger, "add_filtered", twice)
+  assert first_failure().startswith("balance")
+
+
+def test_a_member_without_a_score_that_nobody_counts_is_found(monkeypatch):
+  scored = running_group.scored
+
+  def forgets(group, outcome):
+    return dataclasses.replace(scored(group, outcome), dropped=())
+
+  monkeypatch.setattr(running_group, "scored", forgets)
   assert first_failure().startswith("balance")
 
 
