@@ -169,8 +169,9 @@ def _unaccounted(
 ) -> int:
   """Return how many generated tokens neither have ended nor are in flight."""
   ended = 0
-  for fate in ("trained", "filtered", "failed"):
-    tokens = sum(
+  dropped = [one for entry in entries for one in entry["dropped"]]
+  for fate, lost in (("trained", []), ("filtered", []), ("failed", dropped)):
+    tokens = sum(one["num_completion_tokens"] for one in lost) + sum(
       sum(entry["num_completion_tokens"])
       for entry in entries
       if entry["fate"] == fate

@@ -116,6 +116,13 @@ def fails_first(item, completion):
   return 1.0
 
 
+def raises_on_some(item, completion):
+  """Raise for a third of all texts."""
+  if zlib.crc32(completion.text.encode()) % 3 == 0:
+    raise LookupError("no reward for this text")
+  return length(item, completion)
+
+
 def raises_in_training(item, completion):
   """Leave evaluations alone."""
   if _is_training(item):

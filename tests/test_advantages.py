@@ -87,9 +87,11 @@ def test_rewards_are_shaped_before_they_are_compared():
   np.testing.assert_array_equal(same, REWARDS, strict=True)
 
 
-def test_a_group_that_agrees_teaches_nothing():
-  actual = advantages(REWARDS, GROUP_IDS, NUM_GROUPS)
-  np.testing.assert_allclose(actual[np.isin(GROUP_IDS, [1, 3])], 0, atol=1e-9)
+@pytest.mark.parametrize(("baseline", "scale"), CHOICES)
+def test_a_group_that_agrees_teaches_nothing(baseline, scale):
+  actual = advantages(REWARDS, GROUP_IDS, NUM_GROUPS, baseline, scale)
+  of_equal = actual[np.isin(GROUP_IDS, [1, 3])]
+  assert (of_equal == 0).all() == (baseline != "batch")
 
 
 def test_another_group_has_no_influence():

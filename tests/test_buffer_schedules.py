@@ -41,6 +41,14 @@ def fits(deadlines, step, groups_per_step):
   )
 
 
+def is_schedulable(deadlines, step, groups_per_step):
+  """The definition: d_j >= step + j // P, in the order of the deadlines."""
+  return all(
+    deadline >= step + j // groups_per_step
+    for j, deadline in enumerate(sorted(deadlines))
+  )
+
+
 def urgency(group):
   return group.admission.deadline, group.index  # the order of a batch
 
@@ -59,7 +67,7 @@ class CheckedBuffer(buffer_lib.Buffer):
   def try_admit(self, engine_version):
     deadlines = [*self.deadlines(), engine_version + self._max_staleness]
     admission = super().try_admit(engine_version)
-    assert (admission is not None) == buffer_lib.is_schedulable(
+    assert (admission is not None) == is_schedulable(
       deadlines, self._next_step, self._groups_per_step
     )
     assert admission is None or admission.deadline == deadlines[-1]
@@ -69,7 +77,7 @@ class CheckedBuffer(buffer_lib.Buffer):
     p = self._groups_per_step
     finished = [g for heap in self._finished.values() for _, g in heap]
     oldest = sorted(finished, key=urgency)[:p]
-    is_allowed = len(oldest) == p and buffer_lib.is_schedulable(
+    is_allowed = len(oldest) == p and is_schedulable(
       self.deadlines(taken=oldest), step + 1, p
     )
     batch = super().get_batch(step, timeout_s)
@@ -435,10 +443,10 @@ outstanding = st.fixed_dictionaries(
 def test_schedulable_is_what_halls_condition_and_the_counts_say(kwargs):
   deadlines, p = kwargs["deadlines"], kwargs["groups_per_step"]
   for step in range(2, 7):
-    is_schedulable = buffer_lib.is_schedulable(deadlines, step, p)
-    assert is_schedulable == fits(deadlines, step, p)
+    expected = is_schedulable(deadlines, step, p)
+    assert expected == fits(deadlines, step, p)
     num_due = collections.Counter(deadlines)
-    assert is_schedulable == buffer_lib.fits(num_due, step, p)
+    assert expected == buffer_lib.fits(num_due, step, p)
 
 
 @given(outstanding)

@@ -37,6 +37,7 @@ def entry(index, **changes):
     "policy_version_max": index // 2,
     "staleness_max": 0,
     "num_completion_tokens": [1, 1],
+    "dropped": [],
     "fate": "trained",
   } | changes
 
@@ -80,7 +81,7 @@ def write(workdir, entries, groups, *, generated=11, torn="{torn"):
       "offset_bytes": len(text),
       "trained_tokens": trained,
       "filtered_tokens": 0,
-      "failed_tokens": 0,
+      "failed_tokens": sum(len(line["dropped"]) for line in entries),
     },
     "metrics": {"totals": {"ledger/generated_tokens": generated}},
   }
@@ -90,7 +91,12 @@ def write(workdir, entries, groups, *, generated=11, torn="{torn"):
   (workdir / "checkpoints" / "4.incomplete").mkdir()
 
 
-ENTRIES = [entry(i) for i in range(4)]
+# The second one lost a member of one token.
+DROPPED = {
+  "num_completion_tokens": [1],
+  "dropped": [{"num_completion_tokens": 1}],
+}
+ENTRIES = [entry(i, **(DROPPED if i == 1 else {})) for i in range(4)]
 PROMPTS = [f"prompt {i}" for i in range(9)]
 
 

@@ -367,7 +367,7 @@ def test_a_directory_that_is_removed_during_a_save_is_made_again(
 def test_a_version_that_is_removed_before_its_seal_is_not_adopted(
   what, tmp_path, monkeypatch
 ):
-  seal, removed = weight_transfer.seal, []
+  seal, removed = manifest.write, []
 
   def remove_first(directory, *arguments):
     if not removed:
@@ -377,7 +377,7 @@ def test_a_version_that_is_removed_before_its_seal_is_not_adopted(
       directory.mkdir(exist_ok=True)
     seal(directory, *arguments)
 
-  monkeypatch.setattr(weight_transfer, "seal", remove_first)
+  monkeypatch.setattr(manifest, "write", remove_first)
   channel = _orbax(tmp_path)
   stamped.publish_and_wait(channel, 0)
   assert removed and channel.adopt(-1) is None

@@ -149,7 +149,9 @@ def test_segments_never_mix(lengths, minibatches):
 @hypothesis.settings(deadline=None, max_examples=100)
 @hypothesis.given(LENGTHS, st.integers(1, 5))
 def test_minibatches_differ_by_at_most_one_completion(lengths, minibatches):
-  _, _, batch, _ = pack(lengths, minibatches=minibatches)
+  _, _, batch, placement = pack(lengths, minibatches=minibatches)
+  of_each = placement.starts // batch.tokens[0].size
+  assert np.ptp(np.bincount(of_each, minlength=minibatches)) <= 1
   loss_tokens = batch.loss_mask.sum(axis=(1, 2, 3))
   longest = max(completion for _, completion in lengths)
   assert loss_tokens.max() - loss_tokens.min() <= longest

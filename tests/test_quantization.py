@@ -366,7 +366,9 @@ def test_mismatch_kl_against_the_full_weights_is_the_price():
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-@pytest.mark.parametrize("kind", list(sections.Channel))
+@pytest.mark.parametrize(
+  "kind", [sections.Channel.DIRECT, sections.Channel.ORBAX]
+)
 def test_quantised_weights_arrive_bit_for_bit(weights, kind, tmp_path):
   made = engine(weights, tensor=2)
   sent = published(weights)

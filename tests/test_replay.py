@@ -13,6 +13,7 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 import pytest
+import reward_scorers
 import test_run
 
 from jaxrl_async.config import sections
@@ -25,12 +26,14 @@ from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import train as train_lib
 from jaxrl_async.storage import checkpoint
+from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.training import trainer as trainer_lib
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 8
 DIFFERENCE = replay_lib.Difference
+SCORER = reward_scorers.raises_on_some
 
 
 def make_config(num_steps=NUM_STEPS, **more):
@@ -89,9 +92,9 @@ def a_checkpoint_between(workdir, first, last):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-  """An asynchronous run in which trajectories span versions."""
+  """An asynchronous run, some of whose trajectories have no score."""
   workdir = tmp_path_factory.mktemp("recorded")
-  test_run.start(make_config(), workdir)
+  test_run.start(make_config(), workdir, scorer=SCORER)
   return workdir
 
 
@@ -100,7 +103,8 @@ def test_a_run_is_replayed_to_the_bit(recorded):
   assert found.last_step == NUM_STEPS and found.has_state
   ledger = test_run.lines(recorded, "ledger")
   trained = [x for x in ledger if x["fate"] == "trained"]
-  assert found.trajectories == 4 * len(trained)
+  sizes = [len(x["rewards"]) for x in trained]
+  assert found.trajectories == sum(sizes) and {3, 4} <= {*sizes}
   assert found.generated == found.checked == num_tokens(recorded) > 500
   assert found.restored == 0
   assert found.record()["state_bit_exact"]
@@ -125,21 +129,26 @@ def test_the_schedule_has_the_version_and_the_admissions_of_each_call(recorded):
 @pytest.mark.parametrize("at", [(1, 3), (5, 7)])
 def test_a_run_that_goes_on_from_a_checkpoint_repeats_the_bits(recorded, at):
   step = a_checkpoint_between(recorded, *at)
-  outstanding = json.loads(
-    (recorded / "checkpoints" / str(step) / "groups.json").read_text()
-  )
-  half_written = [
-    t
-    for x in outstanding
-    for t in (x["group"] or {"trajectories": []})["trajectories"]
-    if t["finish_reason"] is None
-  ]
-  assert half_written
+  begun = {
+    (x.admission.index, t.member): t
+    for x in outstanding_lib.read(recorded / "checkpoints" / str(step))
+    for t in x.group.trajectories
+  }
+  assert any(t.finish_reason is None for t in begun.values())
+  schedule = recorded_timing.read(recorded)
+  trained = {
+    (group.index, t.member)
+    for number in range(step, NUM_STEPS)
+    for group in schedule.step(number).groups
+    for t in group.trajectories
+  }
   found = play(recorded, from_step=step)
   assert (found.first_step, found.last_step) == (step, NUM_STEPS)
   assert found.generated + found.restored == num_tokens(recorded, step)
   assert found.generated == found.checked > 0
-  assert found.restored > 0
+  assert found.restored == sum(
+    t.num_completion_tokens for key, t in begun.items() if key in trained
+  )
 
 
 def test_training_on_the_stored_trajectories_has_the_same_losses(recorded):
@@ -261,27 +270,19 @@ def test_the_first_difference_ends_the_replay(recorded, tmp_path):
 def test_a_different_token_is_shown(recorded, tmp_path):
   def of_a_token(lines):
     size = timing_record.DIGEST_LENGTH
-    at = (lines[4]["groups"]["num_trajectories"][0] + 2) * size
+    at = lines[4]["groups"]["num_trajectories"][0] * size
     digests = lines[4]["digests"]
     lines[4]["digests"] = f"{digests[:at]}{'0' * size}{digests[at + size :]}"
 
   workdir = changed(recorded, tmp_path, of_a_token)
-  index = recorded_timing.read(workdir).step(3).groups[1].admission.index
+  first, second, *_ = recorded_timing.read(workdir).step(3).groups
   stored = workdir / "trajectories" / "3" / "tokens.npy"
   tokens = np.load(stored)
-  before = sum(
-    t.num_tokens
-    for t in recorded_timing.read(workdir).step(3).groups[0].trajectories
-  ) + sum(
-    t.num_tokens
-    for t in recorded_timing.read(workdir).step(3).groups[1].trajectories[:2]
-  )
-  tokens[before + 6] += 1
+  tokens[sum(t.num_tokens for t in first.trajectories) + 6] += 1
   np.save(stored, tokens)
-  with pytest.raises(
-    replay_lib.Difference,
-    match=rf"step 3, group {index}, member 2: tokens\[6\] was \d+ and is \d+$",
-  ):
+  member = second.trajectories[0].member
+  where = f"step 3, group {second.index}, member {member}"
+  with pytest.raises(DIFFERENCE, match=rf"{where}: tokens\[6\] was \d+ and is"):
     play(workdir, until=4)
 
 
@@ -295,7 +296,7 @@ def test_a_killed_run_and_what_followed_are_replayed(
     shutil.rmtree(workdir / "checkpoints" / name, ignore_errors=True)
   with open(workdir / "timing.jsonl", "a") as file:
     file.write('{"step": 8, "gro')
-  test_run.start(make_config(), workdir)
+  test_run.start(make_config(), workdir, scorer=SCORER)
   starts = recorded_timing.read(workdir).starts
   assert [start.step for start in starts] == [0, 6]
   # As if the second start had had other flags of XLA.
@@ -354,8 +355,9 @@ def test_other_questions_of_evaluations_end_what_can_be_generated(
 def test_turns_and_preemptions_are_replayed(tmp_path):
   pages = {"num_pages": 10, "page_tokens": 4, "prefill_chunk": 8}
   sizes = {"num_slots": 4, "decode_steps_per_call": 2, **pages}
-  config = make_config(rollout=sizes)
-  test_run.start(config, tmp_path, episode=two_turns)
+  algorithm = {"max_staleness": 4, "advantage": "segment"}
+  config = make_config(rollout=sizes, algorithm=algorithm)
+  test_run.start(config, tmp_path, scorer=SCORER, episode=two_turns)
   steps = test_run.lines(tmp_path, "metrics")[1:]
   assert sum(step["rollout/preemptions"] for step in steps) > 0
   found = play(tmp_path, two_turns)

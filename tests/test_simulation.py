@@ -1,5 +1,6 @@
 """The controller on a virtual clock: faults, and what holds all the same."""
 
+import dataclasses
 import json
 import pathlib
 import random
@@ -47,7 +48,7 @@ def test_many_seeds_keep_every_invariant():
     "die", "leave", "fail", "hang", "silence", "slow", "crawl", "restart",
   }  # fmt: skip
   assert min(found.faults.values()) >= 5, found.faults
-  assert len(found.seen) == 8 and min(found.seen.values()) >= 5, found.seen
+  assert len(found.seen) == 9 and min(found.seen.values()) >= 5, found.seen
 
 
 @pytest.mark.slow
@@ -60,7 +61,7 @@ def test_hundreds_of_seeds_keep_every_invariant():
   assert result["violations"] == result["deadlocks"] == 0
   assert result["groups"] > 5_000 and result["groups_per_s"] > 0
   assert len(result["faults"]) == 8 and min(result["faults"].values()) >= 15
-  assert len(result["seen"]) == 8 and min(result["seen"].values()) >= 15
+  assert len(result["seen"]) == 9 and min(result["seen"].values()) >= 15
   assert result["wall_s"] > 0
 
 
@@ -252,6 +253,16 @@ def test_a_group_that_is_counted_twice_is_found(monkeypatch):
     add_filtered(self, group)
 
   monkeypatch.setattr(ledger_lib.Ledger, "add_filtered", twice)
+  assert first_failure().startswith("balance")
+
+
+def test_a_member_without_a_score_that_nobody_counts_is_found(monkeypatch):
+  scored = running_group.scored
+
+  def forgets(group, outcome):
+    return dataclasses.replace(scored(group, outcome), dropped=())
+
+  monkeypatch.setattr(running_group, "scored", forgets)
   assert first_failure().startswith("balance")
 
 

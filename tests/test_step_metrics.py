@@ -61,6 +61,12 @@ def test_answers_that_could_not_be_extracted_are_a_share():
   assert values["reward/unextracted_frac"] == pytest.approx(2 / 3)
 
 
+def test_groups_of_equal_rewards_are_a_share_whatever_their_size():
+  groups = [group(*[0.1] * size) for size in range(1, 8)]
+  values = step_metrics.of_groups([*groups, group(0.1, 0.2)], 4)
+  assert values["reward/frac_groups_zero_std"] == 7 / 8
+
+
 def test_rewards_and_lengths_have_histograms():
   groups = [group(0.0, 1.0, 1.0, lengths=[4, 8, 40])]
   values = step_metrics.of_groups(groups, 4)

@@ -275,8 +275,12 @@ def test_a_group_goes_on_without_the_member_that_cannot_be_scored(
   assert {line["fate"] for line in lines} == {
     "filtered" if filtered else "trained"
   }
+  told = {g.index: (g, why) for g, fate, why in world.untrained if why}
   for line in lines:
     (dropped,) = line["dropped"]
+    alone, why = told[line["index"]]
+    assert [t.member for t in alone.trajectories] == [dropped["member"]]
+    assert why == dropped["reason"]
     assert dropped["member"] == worker_world.GROUP_SIZE - 1
     assert dropped["reason"] == "timeout: too long"
     assert dropped["num_completion_tokens"] > 0
@@ -285,6 +289,29 @@ def test_a_group_goes_on_without_the_member_that_cannot_be_scored(
     line["dropped"][0]["num_completion_tokens"] for line in lines
   )
   worker_world.check_balance(world)
+
+
+def test_what_is_left_alone_of_a_group_says_nothing_of_its_question(make_world):
+  failure = service_lib.RewardFailure("error: no")
+
+  def score(item, texts):
+    num_scored = 1 + item["number"] % 2
+    return [1.0] * num_scored + [failure] * (len(texts) - num_scored)
+
+  # One group at a time, so that they end in order.
+  world = make_world(
+    rewards=tiny.Rewards(score),
+    group_size=4,
+    filter_zero_std=True,
+    max_filtered_groups=3,
+  )
+  with pytest.raises(coordinator_lib.RewardError) as raised:
+    world.run_until(lambda state: False)
+  assert str(raised.value).endswith(
+    "the last reward was 1: 3 completions of this group could not be scored"
+    " (error: no)"
+  )
+  assert world.coordinator.stream.recorded == [("tiny/train/1", False)]
 
 
 def test_too_many_failures_in_a_row_raise_with_the_first_traceback(make_world):

@@ -66,7 +66,12 @@ class World:
     self.rewards = rewards or tiny.Rewards()
     self.channel = tiny.channel()
     self.path = path / "ledger.jsonl"
-    self.ledger = ledger_lib.Ledger(self.path, ledger_lib.LedgerState())
+    self.untrained = []  # what the samples are told of
+    self.ledger = ledger_lib.Ledger(
+      self.path,
+      ledger_lib.LedgerState(),
+      on_untrained=lambda *what: self.untrained.append(what),
+    )
     episode = options.pop("episode", episode_lib.single_turn)
     self.requests = options.pop("requests", None)
     settings = {

@@ -147,7 +147,8 @@ class Invariants:
           "balance", f"group {index} is trained twice"
         )
       self.trained.add(index)
-      if [t.member for t in group.trajectories] != [*range(self._group_size)]:
+      members = [x.member for x in (*group.trajectories, *group.dropped)]
+      if sorted(members) != [*range(self._group_size)]:
         raise watched_buffer.Violation(
           "balance", f"group {index} is not whole: {group}"
         )

@@ -124,6 +124,7 @@ class ModelledTrainer:
       seen["at the bound"] += bool(step - versions.min() == bound > 0)
       writers = {name for t in group.trajectories for name, _ in t.writers}
       seen["several writers"] += len(writers) > 1
+      seen["a member without a score"] += bool(group.dropped)
       seen["across a cut"] += invariants.goes_across_a_cut(group)
 
   def _is_evaluated(self, step: int) -> bool:

@@ -17,6 +17,7 @@ import random
 import numpy as np
 
 from jaxrl_async import types
+from jaxrl_async.rewards import service as service_lib
 
 END_TOKEN = 1
 PROMPT = np.arange(2, 5, dtype=np.int32)
@@ -54,7 +55,8 @@ class Script:
     limit: the most tokens of a trajectory, at which it is cut off.
     turns_frac: share of the groups whose episodes have two turns.
     raise_frac: share of the groups one of whose episodes fails.
-    fail_frac: share of the groups whose reward fails.
+    fail_frac: share of the groups whose reward fails, and in the others, of
+      the members after the second.
     filter_frac: share of the groups with equal rewards.
   """
 
@@ -97,23 +99,32 @@ class Script:
     """Return what a trajectory becomes."""
     return _expected(self, group, member)
 
-  def rewards(self, group: int, num_members: int) -> list[types.Reward] | None:
-    """Return the rewards of a group; None if they fail."""
-    match self.fate(group):
-      case types.Fate.FAILED:
-        return None
-      case types.Fate.FILTERED:
-        return [types.Reward(score=1.0)] * num_members
-      case _:
-        return [types.Reward(score=float(i)) for i in range(num_members)]
+  def rewards(self, group: int, num_members: int) -> service_lib.Outcome:
+    """Return the rewards of a group, some of whose members may have none."""
+    fate = self.fate(group)
+    failure = service_lib.RewardFailure("error: it is simulated")
+    if fate is types.Fate.FAILED:
+      return failure
+    # Two are left, which decide whether the group is filtered.
+    return [
+      failure
+      if i > 1 and self.drawn("lost", group, i).random() < self.fail_frac
+      else types.Reward(score=float(i) if fate is types.Fate.TRAINED else 1.0)
+      for i in range(num_members)
+    ]
 
   def difference(self, group: types.RolloutGroup) -> str | None:
     """Return what is wrong with a group that is trained; None if nothing is."""
-    rewards = self.rewards(group.index, len(group.trajectories))
     if group.prompt.item["number"] != group.index:
       return f"it has the question {group.prompt.item['number']}"
-    if [t.reward for t in group.trajectories] != rewards:
-      return f"rewards {[t.reward for t in group.trajectories]}"
+    found = {t.member: t.reward for t in group.trajectories}
+    found |= {x.member: x.reason for x in group.dropped}
+    rewards = self.rewards(group.index, len(found))
+    assert isinstance(rewards, list)
+    if [found.get(i) for i in range(len(found))] != [
+      x if isinstance(x, types.Reward) else x.reason for x in rewards
+    ]:
+      return f"rewards {found}"
     for trajectory in group.trajectories:
       expected = self.expected(group.index, trajectory.member)
       if not _is_as(trajectory, expected):

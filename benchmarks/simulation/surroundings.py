@@ -70,7 +70,7 @@ class _Score(service_lib.ScoreHandle):
     self,
     loop: event_loop.Loop,
     done_s: float,
-    outcome: list[types.Reward] | service_lib.RewardFailure,
+    outcome: service_lib.Outcome,
   ):
     self._loop = loop
     self._done_s = done_s
@@ -79,7 +79,7 @@ class _Score(service_lib.ScoreHandle):
   def done(self) -> bool:
     return self._loop.now >= self._done_s
 
-  def result(self) -> list[types.Reward] | service_lib.RewardFailure:
+  def result(self) -> service_lib.Outcome:
     return self._scored
 
 
@@ -105,12 +105,7 @@ class Rewards(service_lib.RewardService):
     """Score a group."""
     delay_s = self._most_s * self._loop.rng.random()
     self._loop.after(delay_s, self._wake)
-    rewards = self._script.rewards(item["number"], len(trajectories))
-    outcome: list[types.Reward] | service_lib.RewardFailure
-    if rewards is None:
-      outcome = service_lib.RewardFailure("error: it is simulated")
-    else:
-      outcome = rewards
+    outcome = self._script.rewards(item["number"], len(trajectories))
     return _Score(self._loop, self._loop.now + delay_s, outcome)
 
 

@@ -74,7 +74,11 @@ def relative_advantages(
     return np.bincount(group_ids, values, num_groups) / sizes
 
   sizes = np.maximum(np.bincount(group_ids, minlength=num_groups), 1)
-  centred = rewards - group_mean(rewards)[group_ids]
+  # The mean of equal numbers is exact if they are 0.
+  lowest = np.full(num_groups, np.inf)
+  np.minimum.at(lowest, group_ids, rewards)
+  above = rewards - lowest[group_ids]
+  centred = above - group_mean(above)[group_ids]
   deviations = np.sqrt(group_mean(centred**2))[group_ids]
   if baseline == "leave_one_out":
     # r_i - (n mean - r_i) / (n - 1) = (r_i - mean) n / (n - 1)

@@ -21,10 +21,9 @@ that is, if the groups that are due by d fit into the steps s to d. Proof: the
 last group with deadline d has j = n(d) - 1. For integers, d >= s + j // P is
 equivalent to j < (d - s + 1) * P. The other groups with this deadline have a
 smaller j. The buffer therefore counts its groups by deadline and decides from
-these counts (`fits`). `is_schedulable` is the definition, and the tests compare
-the two. There are few distinct deadlines. None is below s (see the bound). None
-is above s + m, where m is the largest max_staleness under which an outstanding
-group was admitted.
+these counts (`fits`); the tests compare them with the definition. There are few
+distinct deadlines. None is below s (see the bound). None is above s + m, where
+m is the largest max_staleness under which an outstanding group was admitted.
 
 Invariant. The outstanding groups are schedulable at s. It holds because
 
@@ -94,7 +93,7 @@ the new group has the latest deadline.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import heapq
 import operator
@@ -109,18 +108,8 @@ R = TypeVar("R")
 _OLDEST_FIRST = operator.attrgetter("deadline", "index")
 
 
-def is_schedulable(
-  deadlines: Iterable[int], step: int, groups_per_step: int
-) -> bool:
-  """Return whether d_j >= step + j // P; the deadlines may be in any order."""
-  return all(
-    deadline >= step + j // groups_per_step
-    for j, deadline in enumerate(sorted(deadlines))
-  )
-
-
 def fits(num_due: Mapping[int, int], step: int, groups_per_step: int) -> bool:
-  """Do what `is_schedulable` does, given the number of groups per deadline."""
+  """Return whether groups are schedulable, of which so many have a deadline."""
   num_groups = 0
   for deadline in sorted(num_due):
     num_groups += num_due[deadline]
@@ -318,7 +307,7 @@ class Buffer:
     with self._condition:
       admission = self._get_running(index)
       del self._running[index]
-      self._subtract_due({admission.deadline: 1})
+      self._num_due -= collections.Counter([admission.deadline])
       self._condition.notify_all()
 
   def get_batch(
@@ -351,7 +340,7 @@ class Buffer:
         for deadline, count in oldest.items()
         for _ in range(count)
       ]
-      self._subtract_due(oldest)
+      self._num_due -= collections.Counter(oldest)
       self._taken[step] = batch
       self._next_step = step + 1
       return batch
@@ -503,9 +492,6 @@ class Buffer:
     if not heap:
       del self._finished[deadline]
     return group
-
-  def _subtract_due(self, counts: Mapping[int, int]) -> None:
-    self._num_due -= collections.Counter(counts)
 
   def _get_running(self, index: int) -> types.Admission:
     if index not in self._running:

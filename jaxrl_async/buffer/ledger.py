@@ -93,7 +93,8 @@ class Ledger:
       path: of the file.
       state: of the checkpoint.
       on_untrained: is called with each group that ended without being trained,
-        with its fate and the reason of a failure.
+        with its fate and the reason of a failure, and with each member alone
+        that a group goes on without.
       note: if given, lines that the disk refuses are kept in memory, and this
         is called with a message.
 
@@ -135,6 +136,18 @@ class Ledger:
     """Add a group that could not be finished or scored."""
     self._add([group], types.Fate.FAILED, reason=reason)
     self._on_untrained(group, types.Fate.FAILED, reason)
+
+  def tell_dropped(
+    self, whole: types.RolloutGroup, dropped: Sequence[types.Dropped]
+  ) -> None:
+    """Pass on the members of a group that could not be scored.
+
+    The group goes on without them, and its own line will list them.
+    """
+    of_member = {t.member: t for t in whole.trajectories}
+    for one in dropped:
+      alone = dataclasses.replace(whole, trajectories=[of_member[one.member]])
+      self._on_untrained(alone, types.Fate.FAILED, one.reason)
 
   def totals(self) -> LedgerState:
     """Return the length and the totals, lines that are in memory included."""

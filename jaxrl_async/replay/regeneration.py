@@ -8,7 +8,7 @@ version, while the trainer has its weights, and `close` for each train step
 after that of its own version.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import pathlib
 
@@ -121,10 +121,9 @@ class Regeneration:
           " run.exact_resume=True are a beginning"
         ) from error
     self._rewriting.add(members)
+    restored = [of_member.get(one.member) for one in recorded.trajectories]
     return _Group(
-      prompt=prompt,
-      members=members,
-      num_restored=0 if begun is None else begun.num_completion_tokens,
+      prompt=prompt, members=members, num_restored=_num_tokens(restored)
     )
 
   def write(self, version: int) -> Iterator[int]:
@@ -165,7 +164,7 @@ class Regeneration:
         ],
       )
       self.num_restored += one.num_restored
-      self.num_generated += group.num_completion_tokens - one.num_restored
+      self.num_generated += _num_tokens(group.trajectories) - one.num_restored
       groups.append(group)
     return groups
 
@@ -214,5 +213,10 @@ class StoredGroups:
       TimingError: they were not stored.
     """
     groups = timing_record.read_trajectories(self._workdir, step.step)
-    self.num_restored += sum(g.num_completion_tokens for g in groups)
+    self.num_restored += sum(_num_tokens(g.trajectories) for g in groups)
     return groups
+
+
+def _num_tokens(trajectories: Iterable[types.Trajectory | None]) -> int:
+  """Return the number of tokens that the policy generated in all of them."""
+  return sum(one.num_completion_tokens for one in trajectories if one)

@@ -485,23 +485,33 @@ class Coordinator:
       return
     self._failures.clear()
     running.times_s["scored"] = self._busy.now()
-    group = running_group.scored(running.group(), outcome)
+    whole = running.group()
+    group = running_group.scored(whole, outcome)
+    self._ledger.tell_dropped(whole, group.dropped)
     index = running.admission.index
     del self._running[index]
     rewards = [x for x in outcome if isinstance(x, types.Reward)]
     is_empty = types.teach_nothing(
       rewards, reads_token_scores=self.settings.reads_token_scores
     )
-    self.stream.record(running.prompt.prompt_id, teaches=not is_empty)
+    # One that is left of a group does not tell how hard its question is.
+    if len(rewards) > 1 or not group.dropped:
+      self.stream.record(running.prompt.prompt_id, teaches=not is_empty)
     if self.settings.filter_zero_std and is_empty:
       self._ledger.add_filtered(group)
       self._buffer.drop(index)
       self._num_filtered += 1
       if self._num_filtered >= self.settings.max_filtered_groups:
+        why = "the questions are too easy or too hard"
+        if group.dropped:
+          why = (
+            f"{len(group.dropped)} completions of this group could not be"
+            f" scored ({group.dropped[0].reason})"
+          )
         raise RewardError(
           f"{self._num_filtered} groups in a row had equal rewards and were"
           " left out (algorithm.filter_zero_std); the last reward was"
-          f" {rewards[0].score:g}: the questions are too easy or too hard"
+          f" {rewards[0].score:g}: {why}"
         )
     else:
       self._num_filtered = 0

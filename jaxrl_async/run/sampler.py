@@ -78,7 +78,7 @@ class Sampler:
   def add_untrained(
     self, group: types.RolloutGroup, fate: types.Fate, reason: str
   ) -> None:
-    """Keep a group that ended without being trained, for the next file."""
+    """Keep a group, or a member of one, that was not trained, until a file."""
     with self._lock:
       self._untrained[fate].append(_Untrained(group, fate, reason))
 

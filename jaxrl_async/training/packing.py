@@ -182,8 +182,9 @@ def plan(
     tokens_per_row: length of a row. The longest trajectory must fit into it.
     rows_per_microbatch: rows of one forward and backward pass.
     num_minibatches: number of optimizer steps. Trajectories, not groups, are
-      dealt to minibatches: an equal number to each, the longest completion
-      first, each to the minibatch with the fewest loss tokens.
+      dealt to minibatches: an equal number to each, or one more to some, the
+      longest completion first, each to the minibatch with the fewest loss
+      tokens.
     min_microbatches: smallest number of microbatches of a minibatch. Unused
       ones come last and hold only padding.
     num_shards: number of contiguous parts of a microbatch's rows, one for each
@@ -431,17 +432,21 @@ def _deal(
   """Return the minibatch of each trajectory.
 
   Minibatches get similar numbers of loss tokens and, as a tie-breaker, similar
-  numbers of tokens. None gets more than its share of trajectories, so that
-  `expected_microbatches` applies.
+  numbers of tokens. Their numbers of trajectories differ by at most one, so
+  that `expected_microbatches` applies.
   """
   loss_tokens = np.array([t.num_completion_tokens for t in trajectories])
   minibatch = np.zeros_like(lengths)
-  most = -(-len(trajectories) // num_minibatches)
+  size, num_larger = divmod(len(trajectories), num_minibatches)
   heap = [(0, 0, m, 0) for m in range(num_minibatches)]
   for i in np.lexsort((-lengths, -loss_tokens)).tolist():
     num_loss, num_all, m, count = heapq.heappop(heap)
+    while count == size and not num_larger:  # it is full
+      num_loss, num_all, m, count = heapq.heappop(heap)
     minibatch[i] = m
-    if count + 1 < most:
+    if count == size:
+      num_larger -= 1
+    else:
       num_loss += int(loss_tokens[i])
       num_all += int(lengths[i])
       heapq.heappush(heap, (num_loss, num_all, m, count + 1))

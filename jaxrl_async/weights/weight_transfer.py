@@ -100,6 +100,7 @@ class WeightChannel(abc.ABC):
     self.unreadable = -1
     self._last_published = -1
     self._is_closed = False
+    self._failure: BaseException | None = None
 
   def publish(self, params: Any, version: int) -> float:
     """Hand over the weights of a version, which engines may adopt from now on.
@@ -203,8 +204,14 @@ class WeightChannel(abc.ABC):
   @abc.abstractmethod
   def _hand_over(self, named: dict[str, Any], version: int) -> None: ...
 
-  @abc.abstractmethod
-  def _raise_failure(self) -> None: ...
+  def _raise_failure(self) -> None:
+    if isinstance(self._failure, disk.StorageError):
+      raise self._failure  # the message already says what to do
+    if self._failure is not None:
+      raise WeightTransferError(
+        f"a version after {self.newest_version()} could not be published: "
+        f"{self._failure}"
+      ) from self._failure
 
 
 class DirectChannel(WeightChannel):
@@ -263,22 +270,6 @@ class DirectChannel(WeightChannel):
       self._newest = made, version
       self._changed.notify_all()
 
-  def _raise_failure(self) -> None:
-    pass
-
-
-def seal(
-  directory: pathlib.Path, named: dict[str, Any], layout: dict[str, str]
-) -> None:
-  """Seal a version that Orbax has committed.
-
-  Args:
-    directory: of the version.
-    named: what the version is, by which `read` recognises it.
-    layout: of its arrays.
-  """
-  manifest.write(directory, named | {"layout": layout})
-
 
 def write_part(path: pathlib.Path, params: Any) -> None:
   """Begin to write this process's parts of a version that process 0 publishes.
@@ -292,38 +283,10 @@ def write_part(path: pathlib.Path, params: Any) -> None:
   )
 
 
-def _read(directory: pathlib.Path, named: dict[str, Any], target: Any) -> Any:
-  """Check a version, and return its arrays in the target's shardings.
-
-  Args:
-    directory: of the version; the publisher does not remove it meanwhile.
-    named: as it was given to `seal`.
-    target: jax.ShapeDtypeStruct leaves with shardings.
-
-  Raises:
-    ManifestError: it is not what was sealed, or another version, or is gone.
-    LayoutError: the arrays are not those of the target.
-  """
-  try:
-    about = manifest.verify(directory)
-    found = {key: about.get(key) for key in named}
-    if found != named:
-      raise manifest.ManifestError(f"it is {found}, not {named}")
-    pytree_files.check_layout(
-      about["layout"], pytree_files.layout(pytree_files.named_leaves(target))
-    )
-    return pytree_files.load(directory, target)
-  except (OSError, ocp.errors.InvalidLayoutError) as error:
-    reason = " ".join(str(error).split())[:_LONGEST]
-    raise manifest.ManifestError(
-      f"{directory} cannot be read ({reason})"
-    ) from error
-
-
 class OrbaxChannel(WeightChannel):
   """A channel of versioned Orbax checkpoints in a directory seen by both sides.
 
-      <directory>/incarnation-<id>/<version>/    see `seal` and `_read`
+      <directory>/incarnation-<id>/<version>/    with a sealed manifest
       <directory>/incarnation-<id>/newest        symbolic link to a version
 
   Publishing. Orbax writes a version under a temporary name and renames it; then
@@ -396,7 +359,6 @@ class OrbaxChannel(WeightChannel):
     self._announced: list[int] = []
     self._not_removed: set[int] = set()  # of which the user was told
     self._held = -1  # by the reader that could not read a version
-    self._failure: BaseException | None = None
     self._thread: threading.Thread | None = None
     self._lock: IO[bytes] | None = None
 
@@ -555,7 +517,7 @@ class OrbaxChannel(WeightChannel):
     wait = save()
     with disk.naming_lost_files(directory):
       wait()
-    seal(directory, self._named(version), self._layout)
+    manifest.write(directory, self._named(version) | {"layout": self._layout})
     incomplete = self._path / "newest.incomplete"
     incomplete.unlink(missing_ok=True)
     os.symlink(str(version), incomplete)
@@ -593,26 +555,27 @@ class OrbaxChannel(WeightChannel):
     Raises:
       UnreadableVersionError: it differs from what was published.
     """
+    directory, named = self._path / str(version), self._named(version)
     try:
-      return _read(
-        self._path / str(version), self._named(version), self._target
-      )
-    except (manifest.ManifestError, pytree_files.LayoutError) as error:
+      about = manifest.verify(directory)
+      found = {key: about.get(key) for key in named}
+      if found != named:
+        raise manifest.ManifestError(f"it is {found}, not {named}")
+      pytree_files.check_layout(about["layout"], self._layout)
+      return pytree_files.load(directory, self._target)
+    except (
+      OSError,
+      manifest.ManifestError,
+      pytree_files.LayoutError,
+      ocp.errors.InvalidLayoutError,
+    ) as error:
+      reason = " ".join(str(error).split())[:_LONGEST]
       raise UnreadableVersionError(
-        f"version {version} is not adopted: {error}"
+        f"version {version} is not adopted: {reason}"
       ) from error
 
   def _named(self, version: int) -> dict[str, Any]:
     return {"incarnation": self.incarnation, "version": version}
-
-  def _raise_failure(self) -> None:
-    if isinstance(self._failure, disk.StorageError):
-      raise self._failure  # the message already says what to do
-    if self._failure is not None:
-      raise WeightTransferError(
-        f"a version after {self.newest_version()} could not be published: "
-        f"{self._failure}"
-      ) from self._failure
 
 
 def make_channel(
@@ -624,22 +587,12 @@ def make_channel(
   world: world_lib.World | None = None,
   note: Callable[[str], None] = lambda text: None,
 ) -> WeightChannel:
-  """Return the channel that a config asks for.
-
-  Args:
-    kind: of the channel.
-    directory: where an Orbax channel writes versions.
-    target: jax.ShapeDtypeStruct leaves with the rollout shardings.
-    coalesce: False at max_staleness 0, where no version may be skipped.
-    world: the processes that publish together; None is this one alone.
-    note: is called with a message when a version cannot be written.
-  """
+  """Return a new channel of a kind; the other arguments are as there."""
   if kind == sections.Channel.DIRECT:
     return DirectChannel(target)
-  incarnation = transfer_directory.new_incarnation()
   return OrbaxChannel(
     directory,
-    incarnation,
+    transfer_directory.new_incarnation(),
     target,
     coalesce=coalesce,
     world=world,
