@@ -40,6 +40,7 @@ _BLOCK = re.compile(
 _FENCE = re.compile(r"^[ \t]*(?:```|~~~)", re.MULTILINE)
 _BODY = re.compile(r"\n*(?: {2}|\t)[ \t]*[^\s`~]")  # of a function
 _DEFINED = r"^(?:async[ \t]+)?(?:def|class)[ \t]+{}\b"
+_DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 _FUTURE = re.compile(r"^from __future__ import [^(\n]*$", re.MULTILINE)
 _PYTHON = {"py", "python", "python3"}
 _CALL = re.compile(r"\w\(")  # programs have one, what they print seldom has
@@ -162,7 +163,7 @@ def _lacks_body(begun: str) -> bool:
     node: Any = ast.parse(begun)
   except (SyntaxError, ValueError, RecursionError):
     return True
-  while isinstance(node.body[-1], ast.FunctionDef | ast.ClassDef):
+  while isinstance(node.body[-1], _DEFINITIONS):
     node = node.body[-1]
   return all(
     isinstance(x, ast.Pass)
@@ -236,21 +237,17 @@ def _of_library() -> set[str]:
 
 
 def _unseen(tree: ast.Module) -> str:
-  """Return what tests replace without the program's seeing it, or nothing."""
-  for node in ast.walk(tree):
-    if not isinstance(node, ast.Call) or not node.args:
-      continue
-    target = node.args[0]
-    called = ast.unparse(node.func)
-    name = target.value if isinstance(target, ast.Constant) else ""
-    if called.endswith("patch.object") and len(node.args) > 1:
-      own = node.args[1]
-      if isinstance(own, ast.Constant):
-        name = f"{ast.unparse(target)}.{own.value}"
-    elif called not in ("patch", "mock.patch", "unittest.mock.patch"):
-      continue
-    if name not in _SEEN and not str(name).startswith("__main__."):
-      return str(name) or called
+  """Return what tests replace by mocks and programs do not see, or nothing."""
+  calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+  has_mocks = "mock" in ast.dump(tree)
+  for call in calls if has_mocks else ():
+    function, *args = map(ast.unparse, (call.func, *call.args))
+    if re.search(r"\bpatch(\.\w+)?$", function) and args:
+      name = ".".join(arg.strip("'") for arg in args[:2])
+      if not function.endswith("patch.object"):
+        name = args[0].strip("'")
+      if name not in _SEEN and not name.startswith("__main__."):
+        return name
   return ""
 
 

@@ -38,27 +38,33 @@ class _Written(io.RawIOBase):
 
 
 class _Asked:
-  """A function of the tests, as the program sees it."""
+  """A function or an object of the tests, as the program sees it."""
 
   def __init__(self, program: "_Program", number: int):
-    self._program, self._number = program, number
+    vars(self).update(_program=program, _number=number)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     return self._program.ask("call", self._number, args, kwargs)
 
+  def __getattr__(self, name: str) -> Any:
+    return self._program.ask("get", self._number, name)
 
-class _Stdin(io.TextIOBase):
+  def __setattr__(self, name: str, value: Any) -> None:
+    self._program.ask("set", self._number, name, value)
+
+
+class _Stdin(io.TextIOWrapper):
   """What the tests have as their stdin."""
 
   def __init__(self, program: "_Program"):
-    super().__init__()
-    self._program = program
+    super().__init__(sys.stdin.buffer, "utf-8")
+    self.ask = program.ask
 
   def read(self, size: int | None = -1) -> str:
-    return self._program.ask("read", "read", [-1 if size is None else size])
+    return self.ask("read", "read", -1 if size is None else size)
 
   def readline(self, size: int = -1) -> str:  # type: ignore[override]
-    return self._program.ask("read", "readline", [size])
+    return self.ask("read", "readline", size)
 
 
 class _Program(sandbox_wire.Wire):
@@ -74,7 +80,8 @@ class _Program(sandbox_wire.Wire):
       io.BufferedWriter(self._written), "utf-8", "backslashreplace"
     )
     sys.stdout, sys.stdin = self._stdout, _Stdin(self)
-    builtins.input = lambda prompt="": self.ask("read", "input", [prompt])
+    builtins.input = lambda prompt="": self.ask("read", "input", prompt)
+    self._asked: dict[int, Any] = {}
 
   def written(self) -> str:
     self._stdout.flush()
@@ -110,8 +117,11 @@ class _Program(sandbox_wire.Wire):
     return self.give(value, **about)
 
   def take(self, number: int, about: dict[str, Any]) -> Any:
-    asked = _Asked(self, number)
-    return _iterated(asked) if about["is_iterator"] else asked
+    if number not in self._asked:
+      asked = _Asked(self, number)
+      is_iterator = about["is_iterator"]
+      self._asked[number] = _iterated(asked) if is_iterator else asked
+    return self._asked[number]
 
   def find(self, module: str, name: str) -> Any:
     return sandbox_wire.named(f"{module}.{name}")

@@ -268,24 +268,48 @@ class Program(sandbox_wire.Wire):
     if isinstance(value, types.CoroutineType):
       raise Failed("a coroutine of the program was not awaited")
     is_iterator = hasattr(type(value), "__next__")
-    if is_iterator or callable(value):
+    is_own = type(value).__module__ == "__main__"
+    if is_own and type(value).__name__ not in self._shared:
+      is_called = callable(value) or _has_methods(type(value))
+    else:
+      is_called = callable(value) and not hasattr(value, "mock_calls")
+    if is_iterator or is_called:
       return self.give(value, is_iterator=is_iterator)
-    if type(value).__module__ == "__main__":
+    if is_own:
       return held.add(value, sandbox_wire.RECORD)
     raise _Foreign(f"a {type(value).__name__} cannot be sent to the program")
 
   def do(self, what: str, args: Sequence[Any]) -> Any:
-    if what == "read":  # tests may have replaced both
+    if what == "read":  # tests may have replaced what they read from
       name, given = args
-      own = {"read": sys.stdin.read, "readline": sys.stdin.readline}
-      return (own | {"input": builtins.input})[name](*given)
-    number, positional, named = args
-    if what != "call":
+      reads = sys.stdin.read, sys.stdin.readline, builtins.input
+      return dict(zip(("read", "readline", "input"), reads, strict=True))[name](
+        given
+      )
+    asked = self._given[args[0]]
+    if what == "call":
+      if hasattr(type(asked), "__next__"):
+        return next(asked)
+      return asked(*args[1], **args[2])
+    # The names of the tests could be found in what is private.
+    if type(asked).__module__ != "__main__" or args[1][:1] == "_":
+      raise AttributeError(args[1])
+    if what == "get":
+      return getattr(asked, args[1])
+    if what != "set" or callable(getattr(type(asked), args[1], None)):
       raise ValueError(f"the tests do not {what!r:.80}")
-    asked = self._given[number]
-    if hasattr(type(asked), "__next__"):
-      return next(asked)
-    return asked(*positional, **named)
+    return setattr(asked, *args[1:])
+
+
+def _has_methods(kind: type) -> bool:
+  """Return whether a class has more than data and special methods."""
+  return any(
+    hasattr(value, "__get__")
+    and name[:2] != "__"
+    and not isinstance(value, types.MemberDescriptorType)  # of __slots__
+    for base in kind.__mro__[:-1]
+    for name, value in vars(base).items()
+  )
 
 
 def _about(error: BaseException) -> str:
