@@ -89,6 +89,9 @@ MBPP = (
   ("Write f.", "import pytest\n@pytest.mark.skip(reason='slow')\n"
    "def test_g(): assert g(1)\n@pytest.mark.slow\n"
    "def test_f(): assert f(5) == 6", _ADD),
+  ("Write f.", "import pytest\n@pytest.mark.parametrize('a', [1, 5])\n"
+   "class TestF:\n  def test_f(self, a): assert f(a) == a + 1\n"
+   "@pytest.mark.skip\nclass TestG:\n  def test_g(self): assert g(1)", _ADD),
   ("Read.", "from unittest.mock import patch\n"
    "with patch('builtins.input', return_value='3'): assert f() == 3",
    "def f(): return int(input('? '))<<|| + 1>>"),
@@ -380,8 +383,14 @@ STDIN = (
 )  # fmt: skip
 
 
-def _chosen(text: str, is_right: bool) -> str:
-  return _CHOICE.sub(lambda found: found[1 if is_right else 2], text)
+Row = tuple[str, dict[str, Any], str, str]
+
+
+def _row(
+  style: str, question: str, metadata: dict[str, Any], program: str
+) -> Row:
+  right, wrong = (_CHOICE.sub(rf"\{i}", program) for i in (1, 2))
+  return style, {"question": question, "metadata": metadata}, right, wrong
 
 
 def _block(program: str) -> str:
@@ -401,33 +410,26 @@ def _method(head: str, body: str) -> str:
   return f"class Solution:\n    def {head}:\n        {lines}\n"
 
 
-def rows() -> Iterator[tuple[str, dict[str, Any], str, str]]:
+def rows() -> Iterator[Row]:
   """Yield the style of each row, its item, and a right and a wrong answer."""
   for question, tests, program in MBPP:
-    item = {"question": question, "metadata": {"tests": tests}}
-    yield "MBPP", item, *(_block(_chosen(program, x)) for x in (True, False))
+    yield _row("MBPP", question, {"tests": tests}, _block(program))
   for question, tests, program in HUMANEVAL:
     metadata = {"test": _check(tests), "entry_point": "f"}
-    item = {"question": question, "metadata": metadata}
-    yield "HumanEval", item, *(_chosen(program, x) for x in (True, False))
+    yield _row("HumanEval", question, metadata, program)
   for before, head, tests, body in LEETCODE:
-    begun = f"{before}\nclass Solution:\n    def {head}:\n        "
     name = head.partition("(")[0]
-    program = _method(head, body)
-    answers = [_block(_chosen(program, x)) for x in (True, False)]
+    program = _block(_method(head, body))
     metadata = {"tests": _check(tests), "entry_point": f"Solution().{name}"}
-    for question in begun, f"Do it:\n```python\n{begun}\n```\nWell.":
-      item = {"question": question, "metadata": metadata}
-      yield "LeetCode", item, *answers
-    metadata = {**metadata, "setup": before}
-    item = {"question": f"Do it, {name} of Solution.", "metadata": metadata}
-    yield "LeetCode", item, *answers
+    begun = f"{before}\nclass Solution:\n    def {head}:\n        "
+    yield _row("LeetCode", begun, metadata, program)
+    fenced = f"Do it:\n```python\n{begun}\n```\nWell."
+    yield _row("LeetCode", fenced, metadata, program)
+    columns = {**metadata, "setup": before}
+    yield _row("LeetCode", f"Do it, {name}.", columns, program)
     if "ListNode" in before:  # which only the tests have
-      tests = f"{before}\n{_check(tests)}"
-      metadata = {"tests": tests, "entry_point": f"Solution().{name}"}
-      item = {"question": "# class ListNode:\n# ...", "metadata": metadata}
-      yield "LeetCode", item, *answers
+      columns = {**metadata, "tests": f"{before}\n{_check(tests)}"}
+      yield _row("LeetCode", "# class ListNode:\n# ...", columns, program)
   for pairs, program in STDIN:
     cases = [{"stdin": given, "stdout": said} for given, said in pairs]
-    item = {"question": "Read it.", "metadata": {"cases": cases}}
-    yield "stdin", item, *(_block(_chosen(program, x)) for x in (True, False))
+    yield _row("stdin", "Read it.", {"cases": cases}, _block(program))

@@ -5,7 +5,7 @@ pytest itself is not in there. Tests that import it get what most of them use:
 that change nothing. What else they use is missing, an error of their row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import math
 import re
 import sys
@@ -35,7 +35,8 @@ def steps(names: dict[str, Any], text: str) -> Iterator[Any]:
 
 
 def _of_class(kind: type, called: set[str]) -> Iterator[Any]:
-  if hasattr(kind, "assertEqual"):
+  outer = getattr(kind, _CASES, [{}])
+  if hasattr(kind, "assertEqual") and outer:
     _run_suite(kind)
   if not kind.__name__.startswith("Test") or kind.__init__ != object.__init__:
     return
@@ -46,7 +47,7 @@ def _of_class(kind: type, called: set[str]) -> Iterator[Any]:
     if isinstance(own, type) and own.__module__ == "__main__":
       yield from _of_class(own, called)
     elif name.startswith("test") and hasattr(own, "__code__"):
-      for case in _cases(getattr(kind(), name), called):
+      for case in _cases(getattr(kind(), name), called, outer):
         instance = kind()
         test = getattr(instance, name)
         _hook(getattr(instance, "setup_method", None), test)
@@ -69,9 +70,12 @@ def _hook(function: Any, about: Any) -> None:
     function(*[about] * len(_needed(function)))
 
 
-def _cases(function: Any, called: set[str]) -> Iterator[dict[str, Any]]:
-  """Yield the arguments of each call of a test."""
-  for case in getattr(function, _CASES, [{}]):
+def _cases(
+  function: Any, called: set[str], outer: Sequence[dict[str, Any]] = ({},)
+) -> Iterator[dict[str, Any]]:
+  """Yield the arguments of each call of a test, with those of its class."""
+  cases = getattr(function, _CASES, [{}])
+  for case in [case | own for case in outer for own in cases]:
     if missing := set(_needed(function)).difference(case):
       if function.__name__ in called:
         return  # a helper of other tests
@@ -200,10 +204,10 @@ class _Mark:
       for x in values
     ]
 
-    def mark(function: types.FunctionType) -> types.FunctionType:
-      cases = getattr(function, _CASES, [{}])
-      setattr(function, _CASES, [row | case for row in rows for case in cases])
-      return function
+    def mark(test: Any) -> Any:
+      cases = getattr(test, _CASES, [{}])
+      setattr(test, _CASES, [row | case for row in rows for case in cases])
+      return test
 
     return mark
 
