@@ -130,6 +130,19 @@ MBPP = (
    "  def __eq__(self, other): return True\ndef f(x): return L([1<<, 2||>>])"),
   ("Write f.", "assert f(1) == {1: 2} and not f(0)",
    "def f(x): return {x: <<x + 1||x>>} if x else {}"),
+  ("It has to pass:\n```python\nfrom solution import f\n\ndef test_f():\n"
+   "  assert f(5) == 6\n```\n",
+   "from solution import f\ndef test_f(): assert f(5) == 6", _ADD),
+  ("Return a sum.", "assert eval(f(1, 2)) == 3",
+   "def f(x, y): return f'{x}+<<{y}||z>>'"),
+  ("Use it.", "class Box:\n  def __init__(self, x): self.x = x\n"
+   "  def get(self): return self.x\nassert f([Box(1), Box(2)]) == 3",
+   "def f(boxes): return sum(<<b.get()||1>> for b in boxes)"),
+  ("class Box:\n  def get(self):\n    'What is in it.'\n\n"
+   "def f(boxes):\n  'The sum.'\n",
+   "class Box:\n  def __init__(self, x): self.x = x\n"
+   "  def get(self): return self.x\nassert f([Box(1), Box(2)]) == 3",
+   "def f(boxes): return sum(<<b.get()||1>> for b in boxes)"),
   ("Words.", "assert f('a b a') == {'a': 2, 'b': 1}",
    "import collections\ndef f(x): return collections.Counter(x<<.split()||>>)"),
   ("Write f.", "assert f(10) == 55, 'sum'\nassert f(0) == 0",
@@ -192,6 +205,10 @@ HUMANEVAL = (
   ("Mend it:\n```python\nimport math\ndef f(x):\n  return 1\n```\n",
    "assert candidate(4) == 2",
    "```\ndef f(x):\n  return <<math.sqrt(x)||1>>\n```"),
+  ("import math\n\ndef g(x):\n  ...\n\ndef f(x):\n"
+   "  'Use g.'\n  raise NotImplementedError\n",
+   "assert candidate(1) == 3 and g(1) == 2",
+   "```python\ndef g(x): return x + <<1||2>>\ndef f(x): return x + 2\n```"),
   ("def f(x, *args, y=1, **kw):\n  '''Add all.'''\n",
    "assert candidate(1) == 2 and candidate(1, 2, y=3, z=4) == 10",
    "  return x + y + sum(args) + <<sum(kw.values())||len(kw)>>"),

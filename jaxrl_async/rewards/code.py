@@ -145,29 +145,39 @@ def _begun(question: str, name: str) -> tuple[str, str]:
     found = name and re.search(_DEFINED.format(name), source, re.MULTILINE)
     if not found:
       continue
-    before, begun = source[: found.start()], source[found.start() :]
+    end = found.start()
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-      # Some words are Python too.
-      if not any(
+      body = ast.parse(source[:end]).body
+      # Some words are Python too, and so are tests of the program.
+      if any(
         isinstance(node, ast.Expr)
         and not isinstance(node.value, ast.Constant | ast.Call)
-        for node in ast.parse(before).body
-      ):
-        return before, begun * _lacks_body(begun)
+        for node in body
+      ) or re.search(r"^(from|import) solution\b", source, re.MULTILINE):
+        continue
+      lines = source[:end].splitlines(keepends=True)
+      for node in body:
+        # The program has to define it too.
+        if isinstance(node, _DEFINITIONS) and _lacks_body(ast.unparse(node)):
+          end = len("".join(lines[: node.lineno - 1]))
+          break
+      return source[:end], source[end:] * _lacks_body(source[found.start() :])
   return "", ""
 
 
 def _lacks_body(begun: str) -> bool:
-  """Return whether a definition ends with a function that does nothing."""
+  """Return whether a definition is, or ends with, a function without a body."""
   try:
     node: Any = ast.parse(begun)
   except (SyntaxError, ValueError, RecursionError):
     return True
   while isinstance(node.body[-1], _DEFINITIONS):
     node = node.body[-1]
-  return all(
+  is_function = not isinstance(node, ast.Module | ast.ClassDef)
+  return is_function and all(
     isinstance(x, ast.Pass)
     or (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))
+    or (isinstance(x, ast.Raise) and "NotImpl" in ast.unparse(x))
     for x in node.body
   )
 
@@ -332,7 +342,9 @@ def _task(item: Mapping[str, Any]) -> _Task:
   try:
     tree = ast.parse(tests)
     # Either the entry point or what the question defines last.
-    last = re.findall(_DEFINED.format(r"(\w+)"), question, re.MULTILINE)[-1:]
+    last = re.findall(
+      _DEFINED.format(r"(?!test|Test|check)(\w+)"), question, re.MULTILINE
+    )[-1:]
     defined = _root(entry_point) or "".join(last)
     before, begun = _begun(question, defined)
     parts = [setup, before, _data_classes(tree, question)]

@@ -38,6 +38,7 @@ import tempfile
 import time
 import types
 from typing import Any, BinaryIO
+import zlib
 
 from jaxrl_async.rewards import sandbox_candidate
 from jaxrl_async.rewards import sandbox_pytest
@@ -116,14 +117,15 @@ class Verdict:
 
 
 _PACKAGE = """
-import binascii, marshal, sys, types
+import binascii, marshal, sys, types, zlib
 for name in "jaxrl_async", "jaxrl_async.rewards":
   sys.modules[name] = types.ModuleType(name)
 def load(name, code):
   full_name = f"jaxrl_async.rewards.{name}"
   module = sys.modules[full_name] = types.ModuleType(full_name)
   setattr(sys.modules["jaxrl_async.rewards"], name, module)
-  exec(marshal.loads(binascii.a2b_base64(code)), vars(module))
+  code = zlib.decompress(binascii.a2b_base64(code))
+  exec(marshal.loads(code), vars(module))
 """
 
 
@@ -140,7 +142,9 @@ def _program_of(main: types.ModuleType, *imported: types.ModuleType) -> str:
   for module in imported:
     name = module.__name__.rpartition(".")[2]
     code = marshal.dumps(compile(text(module), f"{name}.py", "exec"))
-    lines.append(f"load({name!r}, {binascii.b2a_base64(code)!r})\n")
+    # An argument of a command may have 128 KiB.
+    code = binascii.b2a_base64(zlib.compress(code))
+    lines.append(f"load({name!r}, {code!r})\n")
   return "".join([*lines, text(main)])
 
 

@@ -118,6 +118,7 @@ class Program(sandbox_wire.Wire):
     self._module = Proxy(self, 0)
     self._taken: dict[int, Any] = {0: self._module}
     self._names: dict[str, Any] = {}
+    self._in_setup: dict[str, type] = {}
     self._classes: dict[tuple[str, ...], type] = {}
     self._errors: dict[str, type] = {}
     self._numbers_of_errors: dict[type, int] = {}
@@ -131,11 +132,12 @@ class Program(sandbox_wire.Wire):
         those are data.
     """
     self._names = names
-    self._shared = [
-      name
+    self._in_setup = {
+      name: value
       for name, value in names.items()
       if isinstance(value, type) and value.__module__ == "__main__"
-    ]
+    }
+    self._shared = list(self._in_setup)
     self.ask("load", text, self._shared)
 
   def defined(self, name: str) -> Any:
@@ -269,7 +271,7 @@ class Program(sandbox_wire.Wire):
       raise Failed("a coroutine of the program was not awaited")
     is_iterator = hasattr(type(value), "__next__")
     is_own = type(value).__module__ == "__main__"
-    if is_own and type(value).__name__ not in self._shared:
+    if is_own and self._in_setup.get(type(value).__name__) is not type(value):
       is_called = callable(value) or _has_methods(type(value))
     else:
       is_called = callable(value) and not hasattr(value, "mock_calls")
@@ -407,14 +409,18 @@ def _run(program: Program, job: dict[str, Any]) -> None:
     raise sandbox_pytest.NoTests("they do not call the program")
 
 
-def _is_of_tests(error: BaseException, program: Program) -> bool:
+def _is_of_tests(error: BaseException, program: Program, text: str) -> bool:
   """Return whether an error says that tests are wrong, whatever they test."""
   if isinstance(error, NotPlain) or is_of_program(error):
     return False
   if isinstance(error, _Foreign | sandbox_pytest.NoTests):
     return True
   if type(error) is NameError:
-    return error.name not in program.unknown
+    # They may evaluate what the program has returned.
+    is_theirs = (
+      re.search(rf"\b{re.escape(error.name or '')}\b", text) is not None
+    )
+    return is_theirs and error.name not in program.unknown
   if isinstance(error, ImportError):
     return error.name != "solution"
   return not program.num_calls + program.num_read
@@ -457,7 +463,7 @@ def judge(job: dict[str, Any], start: Callable[[], Program]) -> dict[str, Any]:
   except BaseException as error:
     failure = _message(error)
     if program is not None:
-      is_of_tests = _is_of_tests(error, program)
+      is_of_tests = _is_of_tests(error, program, job["setup"] + job["tests"])
   return {
     "failure": failure,
     "is_of_tests": is_of_tests,
