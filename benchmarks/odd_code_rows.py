@@ -189,6 +189,8 @@ HUMANEVAL = (
    "  return x<< + 1||>>"),
   ("def f(x):\n    # Add 1.\n", "assert candidate(1) == 2",
    "    return x<< + 1||>>\n\nprint(f(1))\nx = 5"),
+  ("def f(x):\n  import math\n  '''Floor.'''\n",
+   "assert candidate(-1.5) == -2", "  return math.<<floor||trunc>>(x)"),
   ("def f(x):\n\t'''Add 1.'''\n", "assert candidate(1) == 2",
    "\ty = x<< + 1||>>\n\treturn y"),
   ("def f(x):\n  '''Add 1.'''\n  pass\n", "assert candidate(1) == 2",

@@ -642,11 +642,13 @@ def test_the_program_of_a_completion(text, is_right):
     "```\nprint(int(input()) + 1)\nexit()\n```",
     "```\nprint(int(input()) + 1)\nquit()\nprint(3)\n```",
     "```\nif __name__ == '__main__':\n  print(int(input()) + 1)\n```",
+    "print(int(input()) + 1)",
   ],
 )
 def test_the_program_of_a_completion_that_reads_and_writes(text):
   cases = [{"stdin": "1", "stdout": "2"}]
-  item = {"question": "q", "metadata": {"cases": cases, "tests": None}}
+  question = "Read:\n```python\ndef main():\n```\n"
+  item = {"question": question, "metadata": {"cases": cases, "tests": None}}
   assert code.score(item, completion(text)).score == 1.0
   wrong = text.replace("+ 1", "+ 2")
   assert code.score(item, completion(wrong)).score == 0.0

@@ -175,7 +175,7 @@ def _lacks_body(begun: str) -> bool:
     node = node.body[-1]
   is_function = not isinstance(node, ast.Module | ast.ClassDef)
   return is_function and all(
-    isinstance(x, ast.Pass)
+    isinstance(x, ast.Pass | ast.Import | ast.ImportFrom)
     or (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))
     or (isinstance(x, ast.Raise) and "NotImpl" in ast.unparse(x))
     for x in node.body
@@ -269,6 +269,7 @@ class _Task:
     tests: Python source, or nothing.
     cases: each with stdin and stdout.
     entry_point: what is tested.
+    defined: the function or class that programs define.
     setup: what programs and tests begin with.
     begun: a definition that programs go on with.
     names: that tests take from the program.
@@ -291,18 +292,25 @@ class _Task:
   def verdict(
     self,
     program: str,
-    box: sandbox_lib.Sandbox,
-    limits: sandbox_lib.Limits,
-    total_s: float,
+    *,
+    timeout_s: float = 5.0,
+    memory_mb: int = 512,
+    sandbox: str = "safe",
+    not_plain_fails: bool = False,  # is of the score
   ) -> sandbox_lib.Verdict:
-    """Run the tests of a program."""
-    if self.cases:
-      return box.run_cases(
-        program, self.cases, stop_early=False, limits=limits, total_s=total_s
-      )
+    """Run the tests of a program, within the time of its score."""
     if self.unseen:
       raise sandbox_lib.TestsError(
         f"its tests replace {self.unseen:.80}, which a program would not see"
+      )
+    box = sandbox_lib.find(allow_unsafe=sandbox == "unsafe")
+    limits = sandbox_lib.Limits(
+      wall_s=timeout_s, cpu_s=timeout_s, memory_bytes=memory_mb * 2**20
+    )
+    total_s = _time_of_score() * _SHARE_OF_TIME
+    if self.cases:
+      return box.run_cases(
+        program, self.cases, stop_early=False, limits=limits, total_s=total_s
       )
     return box.run_tests(
       program,
@@ -373,7 +381,7 @@ def _task(item: Mapping[str, Any]) -> _Task:
     entry_point=entry_point,
     defined=defined,
     setup="".join(f"{part.rstrip()}\n\n\n" for part in parts if part.strip()),
-    begun=begun,
+    begun="" if cases else begun,  # a script is no body of a function
     names=names,
     unseen=_unseen(tree),
   )
@@ -400,40 +408,18 @@ def try_item(item: Mapping[str, Any], **params: Any) -> None:
     ValueError: its tests pass what is wrong, or fail what is right.
   """
   task = _task(item)
-  settings = _Settings(**params)
   for kind, wrong in _WRONG.items():
     names = "\n".join(f"{name} = wrong" for name in sorted(task.names))
     program = f"{task.setup}{wrong}{names}"
-    if not any(settings.verdict(task, program).failures):
+    if not any(task.verdict(program, **params).failures):
       raise ValueError(f"its tests pass a program that {kind}")
   for name in _SOLUTIONS:
     solution = item["metadata"].get(name)
     if not solution or not isinstance(solution, str):
       continue
     program = task.program_of(solution)
-    if failures := list(filter(None, settings.verdict(task, program).failures)):
+    if failures := list(filter(None, task.verdict(program, **params).failures)):
       raise ValueError(f"its own {name} fails its tests: {failures[0]}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
-  """The parameters of `score`."""
-
-  timeout_s: float = 5.0
-  memory_mb: int = 512
-  sandbox: str = "safe"
-  not_plain_fails: bool = False
-
-  def verdict(self, task: _Task, program: str) -> sandbox_lib.Verdict:
-    """Run the tests of a program, within the time of this score."""
-    box = sandbox_lib.find(allow_unsafe=self.sandbox == "unsafe")
-    limits = sandbox_lib.Limits(
-      wall_s=self.timeout_s,
-      cpu_s=self.timeout_s,
-      memory_bytes=self.memory_mb * 2**20,
-    )
-    total_s = _time_of_score() * _SHARE_OF_TIME
-    return task.verdict(program, box, limits, total_s)
 
 
 class NotPlainError(RuntimeError):
@@ -482,14 +468,10 @@ def score(
     ValueError: the item has no tests, or they do not test a program.
   """
   task = _task(item)
-  settings = _Settings(
-    timeout_s=timeout_s,
-    memory_mb=memory_mb,
-    sandbox=sandbox,
-    not_plain_fails=not_plain_fails,
-  )
   program = task.program_of(completion.text)
-  verdict = settings.verdict(task, program)
+  verdict = task.verdict(
+    program, timeout_s=timeout_s, memory_mb=memory_mb, sandbox=sandbox
+  )
   share = verdict.num_passed / len(verdict.failures)
   parts = {"passed": share}
   if not task.cases:
