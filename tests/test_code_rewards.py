@@ -174,22 +174,6 @@ def test_a_name_of_the_question_is_one_that_the_program_has_to_define():
       score(program, "Write f(x).", **tests)
 
 
-@pytest.mark.parametrize(
-  "tests",
-  ["assert isclose(f(1), 2)", "assert f(1) == Counter(1)", "approx(f(1), 2)"],
-)
-@pytest.mark.parametrize("entry_point", [None, "f"])
-def test_a_program_cannot_define_what_tests_forgot_to_import(
-  tests, entry_point
-):
-  forged = "".join(
-    f"def {name}(*args): return 1\n"
-    for name in ("isclose", "Counter", "approx", "f")
-  )
-  with pytest.raises(sandbox_lib.TestsError, match="is not defined"):
-    score(forged, "Compare f by isclose.", tests=tests, entry_point=entry_point)
-
-
 SOLUTION = "class Solution:\n  def f(self, x): return x + {}"
 NODE = """
 class Node:
