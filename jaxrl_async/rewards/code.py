@@ -248,9 +248,9 @@ def _of_library() -> set[str]:
 
 def _unseen(tree: ast.Module) -> str:
   """Return what tests replace by mocks and programs do not see, or nothing."""
-  calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-  has_mocks = "mock" in ast.dump(tree)
-  for call in calls if has_mocks else ():
+  for call in ast.walk(tree):
+    if not isinstance(call, ast.Call):
+      continue
     function, *args = map(ast.unparse, (call.func, *call.args))
     if re.search(r"\bpatch(\.\w+)?$", function) and args:
       name = ".".join(arg.strip("'") for arg in args[:2])
@@ -383,7 +383,7 @@ def _task(item: Mapping[str, Any]) -> _Task:
     setup="".join(f"{part.rstrip()}\n\n\n" for part in parts if part.strip()),
     begun="" if cases else begun,  # a script is no body of a function
     names=names,
-    unseen=_unseen(tree),
+    unseen=_unseen(tree) if "mock" in tests else "",
   )
 
 
