@@ -226,7 +226,7 @@ def _names(tests: str, entry_point: str, question: str) -> set[str]:
   for table in tables:  # it grows
     tables += table.get_children()
     used |= {x.get_name() for x in table.get_symbols() if x.is_global()}
-  used -= own | set(vars(builtins))
+  used -= own | {*vars(builtins), "__file__"}
   names = used - _of_library() if used - _of_library() else used
   root = _root(entry_point)
   if root:
