@@ -7,8 +7,9 @@
                check(candidate)
     stdin      a program that reads and writes, and cases
 
-`rows` makes a hundred of each. `FAULTY` are rows whose tests test nothing or
-are wrong, which a run has to refuse before it starts.
+`rows` makes a hundred of each, and adds those of `odd_code_rows`. `FAULTY` are
+rows whose tests test nothing or are wrong, which a run has to refuse before it
+starts.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import fractions
 import json
 import textwrap
 from typing import Any
+
+import odd_code_rows
 
 _PARAMETERS = (2, 3, 4, 5, 7)
 _LISTS = ([], [1], [3, 1, 2], [2, 2, 5, 5, 5], [-4, 0, 7, 7, -4, 10])
@@ -245,6 +248,8 @@ def rows() -> Iterator[Row]:
       _spelled(reads[0], number),
       _spelled(reads[1], number),
     )
+  for style, item, right, wrong in odd_code_rows.rows():
+    yield Row(style, item, right, wrong)
 
 
 def _written(body: str, x: Any) -> str:
@@ -257,6 +262,7 @@ def _written(body: str, x: Any) -> str:
 
 
 _ASSERT = "assert f(1) == 2"
+_SOLUTION = "def f(x): return x + 1\ndef g(x): return 2"
 FAULTY: tuple[dict[str, Any], ...] = (
   {"tests": json.dumps([_ASSERT])},
   {"tests": json.dumps({"inputs": ["1"], "outputs": ["2"]})},
@@ -267,7 +273,6 @@ FAULTY: tuple[dict[str, Any], ...] = (
   {"tests": "def test_f(): return f(1) == 2"},
   {"tests": "def test_f(f): assert f(1) == 2"},
   {"tests": "def check(candidate): assert candidate(1) == 2"},
-  {"tests": "import pytest\n" + _ASSERT},
   {"tests": "import numpy as np\n" + _ASSERT},
   {"tests": "try:\n  f(1)\nexcept Exception:\n  pass"},
   {"tests": "assert f(1) = 2"},
@@ -278,4 +283,38 @@ FAULTY: tuple[dict[str, Any], ...] = (
   {"cases": [{"input": "1", "output": "2"}]},
   {"cases": [{"stdin": "1", "stdout": "2"}], "tests": _ASSERT},
   {"cases": [{"stdin": "", "stdout": ""}]},
+  *(
+    {"tests": tests}
+    for tests in (
+      "assert isclose(f(1), 2)",
+      "assert f('a') == Counter('a')",
+      "assert np.allclose(f(1), 2)",
+      "assert f(1) == approx(2)",
+      "def test_f(capsys): assert f(1) == 2",
+      f"import pytest\n@pytest.mark.skip\ndef test_f(): {_ASSERT}",
+      "import pytest\n@pytest.fixture\ndef one(): return 1\n"
+      "def test_f(one): assert f(one) == 2",
+      f"import pytest\n@pytest.mark.skipif(True)\ndef test_f(): {_ASSERT}",
+      "class TestF:\n  def __init__(self): pass\n"
+      "  def test_f(self): assert f(1) == 2",
+      "from unittest.mock import patch\n"
+      "with patch('builtins.print') as p: f(1)\np.assert_called_once_with(2)",
+      "from unittest import mock\nimport time\n"
+      f"with mock.patch.object(time, 'time', lambda: 1): {_ASSERT}",
+      "from unittest.mock import Mock\nm = Mock()\nf(m)\n"
+      "m.assert_called_with(1)",
+    )
+  ),
+  {"tests": _ASSERT, "setup": "import numpy"},
+  {"tests": _ASSERT, "setup": "def g("},
+  {"tests": _ASSERT, "setup": 1},
+  *(
+    {"tests": f"{_ASSERT}\n{more}", "entry_point": "f", "solution": _SOLUTION}
+    for more in ("assert g(1) == 2", "def test_f(capsys): assert f(1) == 2")
+  ),
+  {
+    "tests": "import unittest\nclass T(unittest.TestCase):\n"
+    "  def test_f(self): self.assertEqual(f(1), two)\nunittest.main()",
+    "entry_point": "f",
+  },
 )

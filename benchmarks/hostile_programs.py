@@ -279,6 +279,69 @@ def f(x):
 """,
 }
 
+PROGRAMS |= {
+  "tracing its caller": """
+import sys
+def trace(frame, event, value):
+  for name in ('job', 'tests', 'expected', 'message'):
+    if name in frame.f_locals: frame.f_locals[name] = None
+  return trace
+sys.settrace(trace)
+sys.setprofile(trace)
+def f(x): return 0
+""",
+  "success at its exit": """
+import atexit, os
+atexit.register(os._exit, 0)
+def f(x): raise SystemExit(0)
+""",
+  "a thread that keeps running": """
+import threading, time
+threading.Thread(target=time.sleep, args=({sleep_s},)).start()
+def f(x): return 0
+""",
+  "a thread that ends everything": """
+import os, threading
+threading.Timer(0.2, os._exit, (0,)).start()
+def f(x):
+  while True: pass
+""",
+  "reading beyond the end": """
+import sys
+sys.stdin.read()
+def f(x): return input('2') or sys.stdin.readline() or input()
+""",
+  "waiting for input": """
+import os, select
+def f(x):
+  while not os.read(0, 1): pass
+""",
+  "closing its output": """
+import os, sys
+os.close(1)
+os.close(2)
+def f(x): return 0
+""",
+  "a comparator of the tests": """
+import builtins
+builtins.abs = builtins.all = builtins.int = lambda *_: True
+def isclose(*_): return True
+class Any(int):
+  __eq__ = __lt__ = __le__ = lambda *_: True
+  __sub__ = __rsub__ = lambda *_: Any()
+  __hash__ = int.__hash__
+def f(x): return Any()
+""",
+  "a list that disagrees with itself": """
+class Any(list):
+  def __len__(self): return 2
+  def __iter__(self): return iter(())
+  def __getitem__(self, i): return 2
+  def __eq__(self, other): return True
+def f(x): return Any()
+""",
+}
+
 # What attacks the wire between the tests and the program.
 _WIRE = """
 import sys
@@ -293,9 +356,7 @@ wire.Wire.encode = lambda *args: {value} if args[1] == -1 else real(*args)
 """
   for what, value in {
     "a module of the judge": "['named in Python', 'operator', 'add']",
-    "a command": "['new', 'subprocess.Popen', None, ['true']]",
-    "a class of the judge": "['new', 'builtins.object', None, []]",
-    "a record of the judge": "['new', 'record', 'Any', ['x', 2]]",
+    "a member of a class of the judge": "['member', 'Program', 'ask']",
     "a thing of the judge": "['yours', 0]",
     "a thing that was never given": "['held', 0]",
     "a promise": "['awaitable', 2]",
@@ -312,6 +373,27 @@ wire.Wire.encode = lambda *args: {value} if args[1] == -1 else real(*args)
     "a tuple with odd fields": "['named', 'x', ['__eq__', 'a b'], [1, 2]]",
     "no list": "{'list': [2]}",
   }.items()
+}
+PROGRAMS |= {
+  f"an answer with {what}": f"""{_WIRE}
+real = wire.Wire.pack
+def pack(self, value, *args):
+  if value != -1: return real(self, value, *args)
+  return {{'value': ['held', 0], 'new': {new}, 'contents': {contents}}}
+wire.Wire.pack = pack
+"""
+  for what, new, contents in (
+    ("a command", "[['subprocess.Popen', None]]", "[[0, ['true']]]"),
+    ("a class of the judge", "[['builtins.object', None]]", "[]"),
+    ("a record of the judge", "[['record', 'Any']]", "[[0, ['x', 2]]]"),
+    ("a container that there is not", "[]", "[[0, [2]]]"),
+    ("the last container", "[['builtins.list', None]]", "[[-1, [2]]]"),
+    (
+      "a container in itself",
+      "[['builtins.list', None]]",
+      "[[0, [['held', 0]]]]",
+    ),
+  )
 }
 PROGRAMS |= {
   f"raising {error}": f"{_WIRE}import unittest\ndef f(x): raise {error}\n"
@@ -339,6 +421,14 @@ def f(x): return program.ask('call', 0, (x,), {{}})
   "asking the judge to do something else": f"""{_WIRE}
 program = sys._getframe(2).f_locals['self']
 def f(x): return program.ask('get', 0, 'num_calls', {{}})
+""",
+  "asking the judge for its input": f"""{_WIRE}
+program = sys._getframe(2).f_locals['self']
+def f(x): return program.ask('read', 'read', [-1]) or x
+""",
+  "asking the judge to read something else": f"""{_WIRE}
+program = sys._getframe(2).f_locals['self']
+def f(x): return program.ask('read', '__class__', [])
 """,
   "asking the judge without end": f"""{_WIRE}
 program = sys._getframe(2).f_locals['self']

@@ -263,7 +263,7 @@ def _attacks(
         box.run_tests,
         program,
         tests=hostile_programs.TESTS,
-        functions=["f"],
+        wanted=["f"],
         limits=limits,
       ),
     )

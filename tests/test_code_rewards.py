@@ -79,7 +79,7 @@ def test_tests_of_every_form_tell_right_from_wrong(metadata):
     ({"tests": '["assert f(1) == 2"]'}, "do not call the program"),
     ({"tests": '{"inputs": [1], "outputs": [2]}'}, "do not call the program"),
     ({"tests": "def check(c): assert c(1) == 2"}, "do not call the program"),
-    ({"tests": "def test_f(g): assert g(1) == 2"}, "do not call the program"),
+    ({"tests": "def test_f(g): assert g(1) == 2"}, "test_f needs g"),
     ({"tests": "import unittest"}, "do not call the program"),
     ({"tests": "x = 1"}, "do not call the program"),
     ({"tests": "def test_f(): return f(1) == 2"}, "has to assert it"),
@@ -97,7 +97,20 @@ def test_tests_of_every_form_tell_right_from_wrong(metadata):
     ({"tests": ASSERT, "entry_point": "f("}, "its tests are wrong: SyntaxE"),
     ({"tests": f"import numpy\n{ASSERT}"}, "No module named 'numpy'"),
     ({"tests": f"from numpy import array\n{ASSERT}"}, "No module named"),
-    ({"tests": f"import pytest\n{ASSERT}"}, "No module named 'pytest'"),
+    (
+      {"tests": f"import pytest\n@pytest.fixture\ndef g(): pass\n{ASSERT}"},
+      "no attribute 'fixture'",
+    ),
+    ({"tests": ASSERT, "setup": "import numpy"}, "No module named 'numpy'"),
+    ({"tests": ASSERT, "setup": "def g("}, "its tests are wrong: SyntaxE"),
+    (
+      {"tests": f"import unittest.mock\nmock.patch('time.time')\n{ASSERT}"},
+      "its tests replace time.time, which a program would not see",
+    ),
+    (
+      {"tests": "from unittest.mock import Mock\nf(Mock())"},
+      "a Mock cannot be sent to the program",
+    ),
     ({"tests": "assert math.isclose(f(1), 2)"}, "name 'math' is not defined"),
     (
       {"tests": "assert isclose(f(1), 2)", "entry_point": "f"},
@@ -154,10 +167,11 @@ def test_faults_of_a_program_are_its_own(program, metadata):
 def test_a_name_of_the_question_is_one_that_the_program_has_to_define():
   tests = {"tests": "assert f(1) == 2\nassert g(1) == 3", "entry_point": "f"}
   both = f"{RIGHT}\ndef g(x): return x + 2"
-  assert score(both, **tests) == 1.0
+  assert score(both, "Write f(x) and g(x).", **tests) == 1.0
   assert score(RIGHT, "Write f(x) and g(x).", **tests) == 0.0
-  with pytest.raises(sandbox_lib.TestsError, match="'g' is not defined"):
-    score(RIGHT, "Write f(x).", **tests)
+  for program in RIGHT, both:  # which may have guessed it
+    with pytest.raises(sandbox_lib.TestsError, match="'g' is not defined"):
+      score(program, "Write f(x).", **tests)
 
 
 SOLUTION = "class Solution:\n  def f(self, x): return x + {}"
@@ -612,11 +626,13 @@ def test_the_program_of_a_completion(text, is_right):
     "```\nprint(int(input()) + 1)\nexit()\n```",
     "```\nprint(int(input()) + 1)\nquit()\nprint(3)\n```",
     "```\nif __name__ == '__main__':\n  print(int(input()) + 1)\n```",
+    "print(int(input()) + 1)",
   ],
 )
 def test_the_program_of_a_completion_that_reads_and_writes(text):
   cases = [{"stdin": "1", "stdout": "2"}]
-  item = {"question": "q", "metadata": {"cases": cases, "tests": None}}
+  question = "Read:\n```python\ndef main():\n```\n"
+  item = {"question": question, "metadata": {"cases": cases, "tests": None}}
   assert code.score(item, completion(text)).score == 1.0
   wrong = text.replace("+ 1", "+ 2")
   assert code.score(item, completion(wrong)).score == 0.0

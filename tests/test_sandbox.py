@@ -86,7 +86,7 @@ def secret(tmp_path_factory):
 def run(box, mode, program):
   if mode == "tests":
     tests = hostile_programs.TESTS
-    return box.run_tests(program, tests=tests, functions=["f"], limits=QUICK)
+    return box.run_tests(program, tests=tests, wanted=["f"], limits=QUICK)
   script = hostile_programs.of_cases(program)
   return box.run_cases(script, hostile_programs.CASES, limits=QUICK)
 

@@ -8,18 +8,24 @@ The tests come with the item, in its metadata:
     entry_point  what is tested: the name of a function or of a class, or an
                  expression such as Solution().f; `check` is called with it
     cases        or a list of {"stdin": ..., "stdout": ...}
+    setup        Python source that programs and tests begin with
 
 What a program returns is compared only if it is plain data; see
 `sandbox_tests`.
 """
 
 import ast
-from collections.abc import Collection, Mapping, Sequence
+import builtins
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
+import importlib
 import math
 import re
 import signal
+import symtable
+import sys
 from typing import Any
 
 from jaxrl_async.rewards import sandbox as sandbox_lib
@@ -33,6 +39,8 @@ _BLOCK = re.compile(
 )
 _FENCE = re.compile(r"^[ \t]*(?:```|~~~)", re.MULTILINE)
 _BODY = re.compile(r"\n*(?: {2}|\t)[ \t]*[^\s`~]")  # of a function
+_DEFINED = r"^(?:async[ \t]+)?(?:def|class)[ \t]+{}\b"
+_DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 _FUTURE = re.compile(r"^from __future__ import [^(\n]*$", re.MULTILINE)
 _PYTHON = {"py", "python", "python3"}
 _CALL = re.compile(r"\w\(")  # programs have one, what they print seldom has
@@ -40,7 +48,7 @@ _SHARE_OF_TIME = 0.9  # that programs get of the time of their score
 # What tests have to fail, as functions that stand for what they expect.
 _WRONG = {
   "only raises": """
-def wrong(*args, **kwargs): raise BaseException("it does nothing else")
+def wrong(*args, **kwargs): raise Exception("it does nothing else")
 """,
   "returns nothing of use": """
 class Useless:
@@ -48,48 +56,56 @@ class Useless:
 def wrong(*args, **kwargs): return Useless()
 """,
 }
+# What tests may replace that the program sees too.
+_SEEN = ("builtins.input", "sys.stdin", "sys.stdout", "solution.input")
 _SOLUTIONS = ("solution", "canonical_solution")
 
 
-def program_of(text: str, prompt: str = "", entry_point: str = "") -> str:
+def program_of(
+  text: str, setup: str = "", begun: str = "", entry_point: str = ""
+) -> str:
   """Return the program in a completion.
 
   Args:
     text: of the completion. Its last block of code is the program: preferably
       one that defines the entry point, then one of Python, then one without a
       label. A text without a block is the program itself.
-    prompt: the beginning of a program. It is completed by a text, or a block,
-      that does not define the entry point, up to the first line that is not
-      indented; and it precedes one that does, and uses what it defines.
-    entry_point: what is tested, such as the function that the prompt begins.
+    setup: what it begins with.
+    begun: a definition. A text, or a block, that does not define the entry
+      point goes on with it, up to the first line that is not indented.
+    entry_point: what is tested, such as the function that is begun.
   """
   block = None
-  if prompt and _BODY.match(text):
-    text = _FENCE.split(text)[0]  # of the block that the prompt has begun
+  if begun and _BODY.match(text):
+    text = _FENCE.split(text)[0]  # of the block that the question has begun
   elif (block := _block(text, entry_point)) is not None:
     text = block
-  if not prompt:
-    return text
   is_program = block is not None or _defines(text, entry_point)
-  if is_program and not text.lstrip("\n")[:1].isspace():
+  if not begun or (is_program and not text.lstrip("\n")[:1].isspace()):
     # The text has to be the program's beginning for these lines.
-    return _without(prompt, entry_point) + _FUTURE.sub("", text)
+    return setup + _FUTURE.sub("", text) if setup else text
   body = []
   for line in text.split("\n"):
     if body and line.strip() and not line[0].isspace():
       break
     body.append(line)
-  return prompt + "\n".join(body) + "\n"
+  return setup + begun + "\n".join(body) + "\n"
 
 
-def _block(text: str, entry_point: str) -> str | None:
-  """Return the block of a text that is the program, or None."""
-  best, best_rank = None, ()
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+  """Yield the label and the text of each block, without its indentation."""
   for match in _BLOCK.finditer(text):
     label = (match[3].strip(" \t{}.").lower().split() or [""])[0]
     block = match[4]
     if indentation := match[1]:
       block = re.sub(rf"^{indentation}", "", block, flags=re.MULTILINE)
+    yield label, block
+
+
+def _block(text: str, entry_point: str) -> str | None:
+  """Return the block of a text that is the program, or None."""
+  best, best_rank = None, ()
+  for label, block in _blocks(text):
     rank = (
       not label or label in _PYTHON,
       _defines(block, entry_point),
@@ -111,105 +127,213 @@ def _defines(text: str, entry_point: str) -> bool:
   if not (name := _root(entry_point)):
     return False
   return bool(
-    re.search(
-      rf"^(?:(?:async[ \t]+)?def[ \t]+|class[ \t]+){name}\b|^{name}[ \t]*=",
-      text,
-      re.MULTILINE,
-    )
+    re.search(rf"{_DEFINED.format(name)}|^{name}[ \t]*=", text, re.MULTILINE)
   )
 
 
-def _begins(question: str, entry_point: str) -> bool:
-  """Return whether a question is Python source that begins a function."""
-  if not re.search(rf"\bdef\s+{re.escape(entry_point)}\b", question):
-    return False
-  # A function may lack its body, or have a docstring alone.
-  for source in (question, f"{question.rstrip()}\n    pass\n"):
+def _begun(question: str, name: str) -> tuple[str, str]:
+  """Return the program that a question begins, if it begins one.
+
+  Args:
+    question: Python source, or a text with a block of that.
+    name: of the function or class that it defines last.
+
+  Returns:
+    What comes before that definition, and the definition if it lacks a body.
+  """
+  for source in (question, *(block for _, block in _blocks(question))):
+    found = name and re.search(_DEFINED.format(name), source, re.MULTILINE)
+    if not found:
+      continue
+    end = found.start()
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-      ast.parse(source)
-      return True
-  return False
+      body = ast.parse(source[:end]).body
+      # Some words are Python too, and so are tests of the program.
+      if any(
+        isinstance(node, ast.Expr)
+        and not isinstance(node.value, ast.Constant | ast.Call)
+        for node in body
+      ) or re.search(r"^(from|import) solution\b", source, re.MULTILINE):
+        continue
+      lines = source[:end].splitlines(keepends=True)
+      for node in body:
+        # The program has to define it too.
+        if isinstance(node, _DEFINITIONS) and _lacks_body(ast.unparse(node)):
+          end = len("".join(lines[: node.lineno - 1]))
+          break
+      return source[:end], source[end:] * _lacks_body(source[found.start() :])
+  return "", ""
+
+
+def _lacks_body(begun: str) -> bool:
+  """Return whether a definition is, or ends with, a function without a body."""
+  try:
+    node: Any = ast.parse(begun)
+  except (SyntaxError, ValueError, RecursionError):
+    return True
+  while isinstance(node.body[-1], _DEFINITIONS):
+    node = node.body[-1]
+  is_function = not isinstance(node, ast.Module | ast.ClassDef)
+  return is_function and all(
+    isinstance(x, ast.Pass | ast.Import | ast.ImportFrom)
+    or (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))
+    or (isinstance(x, ast.Raise) and "NotImpl" in ast.unparse(x))
+    for x in node.body
+  )
+
+
+def _data_classes(tree: ast.Module, question: str) -> str:
+  """Return the source of those classes of tests that programs may use.
+
+  The question names them, and they have no methods but special ones: a node of
+  a list, say. What else tests define could say what they expect.
+  """
+  found, imports = [], []
+  for node in tree.body:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+      names = [getattr(node, "module", None), *(x.name for x in node.names)]
+      if names[names[0] is None] in sys.stdlib_module_names:
+        imports.append(ast.unparse(node))
+    elif (
+      isinstance(node, ast.ClassDef)
+      and re.search(rf"\b{node.name}\b", question)
+      and all(hasattr(builtins, ast.unparse(base)) for base in node.bases)
+      and all(
+        re.match(r"def __\w+__\(|\w+: |__slots__|pass|['\"]", ast.unparse(own))
+        for own in node.body
+      )
+    ):
+      found.append(ast.unparse(node))
+  return "\n".join([*imports, *found, ""]) if found else ""
+
+
+def _names(tests: str, entry_point: str, question: str) -> set[str]:
+  """Return the names that tests take from the program.
+
+  Those are the entry point, and what the tests use without having it and the
+  question speaks of. Without an entry point, nobody can tell what it is.
+  What Python's library has, as isclose in isclose(f(1), 2), is a forgotten
+  import, unless it is all that the tests use. A program could define it so
+  that everything is close.
+  """
+  tables = [symtable.symtable(tests, "tests.py", "exec")]
+  own = {
+    x.get_name()
+    for x in tables[0].get_symbols()
+    if x.is_assigned() or x.is_imported()
+  }
+  used = set()
+  for table in tables:  # it grows
+    tables += table.get_children()
+    used |= {x.get_name() for x in table.get_symbols() if x.is_global()}
+  used -= own | {*vars(builtins), "__file__"}
+  names = used - _of_library() if used - _of_library() else used
+  root = _root(entry_point)
+  if root:
+    names = {root} | names.intersection(re.findall(r"\w+", question))
+  return names
+
+
+@functools.cache
+def _of_library() -> set[str]:
+  """Return the modules of Python's library, and what is used of them most."""
+  modules = (
+    "bisect collections copy datetime decimal fractions functools heapq"
+    " itertools math operator random re statistics string typing unittest"
+  ).split()
+  common = (dir(importlib.import_module(name)) for name in modules)
+  others = {"np", "numpy", "pd", "pandas", "pytest", "approx", "allclose"}
+  return others.union(sys.stdlib_module_names, *common)
+
+
+def _unseen(tree: ast.Module) -> str:
+  """Return what tests replace by mocks and programs do not see, or nothing."""
+  for call in ast.walk(tree):
+    if not isinstance(call, ast.Call):
+      continue
+    function, *args = map(ast.unparse, (call.func, *call.args))
+    if re.search(r"\bpatch(\.\w+)?$", function) and args:
+      name = ".".join(arg.strip("'") for arg in args[:2])
+      if not function.endswith("patch.object"):
+        name = args[0].strip("'")
+      if name not in _SEEN and not name.startswith("__main__."):
+        return name
+  return ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Task:
-  """How programs of an item are tested: by tests or by cases."""
+  """How programs of an item are tested: by tests or by cases.
+
+  Attributes:
+    tests: Python source, or nothing.
+    cases: each with stdin and stdout.
+    entry_point: what is tested.
+    defined: the function or class that programs define.
+    setup: what programs and tests begin with.
+    begun: a definition that programs go on with.
+    names: that tests take from the program.
+    unseen: what tests replace and a program would not see.
+  """
 
   tests: str
-  entry_point: str
   cases: Sequence[Mapping[str, str]]
-  question: str
-
-  @property
-  def function(self) -> str:
-    """The function that the question begins, if it begins one."""
-    defined = re.findall(r"^def\s+(\w+)", self.question, re.MULTILINE)
-    return self.entry_point or "".join(defined[-1:])
-
-  @property
-  def prompt(self) -> str:
-    """The beginning of the program, if the question is that."""
-    is_begun = self.function and _begins(self.question, self.function)
-    return self.question if is_begun else ""
+  entry_point: str
+  defined: str
+  setup: str
+  begun: str
+  names: set[str]
+  unseen: str
 
   def program_of(self, text: str) -> str:
     """Return the program in a completion."""
-    return program_of(text, self.prompt, self.function)
+    return program_of(text, self.setup, self.begun, self.defined)
 
   def verdict(
     self,
     program: str,
-    box: sandbox_lib.Sandbox,
-    limits: sandbox_lib.Limits,
-    total_s: float,
+    *,
+    timeout_s: float = 5.0,
+    memory_mb: int = 512,
+    sandbox: str = "safe",
+    not_plain_fails: bool = False,  # is of the score
   ) -> sandbox_lib.Verdict:
-    """Run the tests of a program."""
+    """Run the tests of a program, within the time of its score."""
+    if self.unseen:
+      raise sandbox_lib.TestsError(
+        f"its tests replace {self.unseen:.80}, which a program would not see"
+      )
+    box = sandbox_lib.find(allow_unsafe=sandbox == "unsafe")
+    limits = sandbox_lib.Limits(
+      wall_s=timeout_s, cpu_s=timeout_s, memory_bytes=memory_mb * 2**20
+    )
+    total_s = _time_of_score() * _SHARE_OF_TIME
     if self.cases:
       return box.run_cases(
         program, self.cases, stop_early=False, limits=limits, total_s=total_s
       )
-    wanted = self.wanted()
     return box.run_tests(
       program,
       tests=self.tests,
       entry_point=self.entry_point,
-      functions=wanted,
-      expected=self.expected(wanted),
-      setup=_without(self.prompt, self.function),
+      wanted=self.names,
+      setup=self.setup,
       limits=limits,
       total_s=total_s,
     )
 
-  def wanted(self) -> set[str]:
-    """Return the names that tests may take from the program.
 
-    What they do not import, as `math` in math.isclose(f(1), 2), is not among
-    them: a program could define it so that everything is close.
-    """
-    tree = ast.parse(self.tests)
-    owners = {
-      id(node.value)
-      for node in ast.walk(tree)
-      if isinstance(node, ast.Attribute)
-    }
-    names = {
-      node.id
-      for node in ast.walk(tree)
-      if isinstance(node, ast.Name)
-      and (id(node) not in owners or node.id[0].isupper())
-    }
-    return names | {_root(self.entry_point)} - {""}
-
-  def expected(self, wanted: Collection[str]) -> set[str]:
-    """Return those of the names that a program is at fault not to define.
-
-    Those are the entry point and what the question speaks of. Without an entry
-    point nobody can tell.
-    """
-    if not self.entry_point:
-      return set(wanted)
-    said = {_root(self.entry_point), *re.findall(r"\w+", self.question)}
-    return said.intersection(wanted)
+def _text(metadata: Mapping[str, Any], *names: str) -> str:
+  """Return the first column that is there, as a text."""
+  found = next(filter(None, map(metadata.get, names)), "")
+  if isinstance(found, list | tuple) and all(isinstance(x, str) for x in found):
+    found = "\n".join(found)
+  if not isinstance(found, str):
+    raise ValueError(
+      f"its {names[0]} {'are' if names[0][-1] == 's' else 'is'}"
+      f" {found!r:.40}, no text or list of texts"
+    )
+  return found
 
 
 def _task(item: Mapping[str, Any]) -> _Task:
@@ -219,18 +343,22 @@ def _task(item: Mapping[str, Any]) -> _Task:
     ValueError: it has no tests, or they are not what tests are.
   """
   metadata = item.get("metadata", {})
-  tests = metadata.get("tests") or metadata.get("test") or ""
-  if isinstance(tests, list | tuple) and all(isinstance(x, str) for x in tests):
-    tests = "\n".join(tests)
-  if not isinstance(tests, str):
-    raise ValueError(f"its tests are {tests!r:.40}, no text or list of texts")
+  tests = _text(metadata, "tests", "test")
+  entry_point = _text(metadata, "entry_point").strip()
+  setup = _text(metadata, "setup")
+  question = str(item.get("question", ""))
   try:
-    ast.parse(tests)
+    tree = ast.parse(tests)
+    # Either the entry point or what the question defines last.
+    last = re.findall(
+      _DEFINED.format(r"(?!test|Test|check)(\w+)"), question, re.MULTILINE
+    )[-1:]
+    defined = _root(entry_point) or "".join(last)
+    before, begun = _begun(question, defined)
+    parts = [setup, before, _data_classes(tree, question)]
+    names = _names(tests, entry_point, question)
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
     raise ValueError(f"its tests are no Python: {error}") from error
-  entry_point = metadata.get("entry_point") or ""
-  if not isinstance(entry_point, str):
-    raise ValueError(f"its entry_point is {entry_point!r:.40}, no text")
   cases = metadata.get("cases") or ()
   if not isinstance(cases, list | tuple):
     raise ValueError(f"metadata.cases is {cases!r:.40}, no list of cases")
@@ -249,9 +377,13 @@ def _task(item: Mapping[str, Any]) -> _Task:
     )
   return _Task(
     tests=tests,
-    entry_point=entry_point.strip(),
     cases=cases,
-    question=str(item.get("question", "")),
+    entry_point=entry_point,
+    defined=defined,
+    setup="".join(f"{part.rstrip()}\n\n\n" for part in parts if part.strip()),
+    begun="" if cases else begun,  # a script is no body of a function
+    names=names,
+    unseen=_unseen(tree) if "mock" in tests else "",
   )
 
 
@@ -276,40 +408,18 @@ def try_item(item: Mapping[str, Any], **params: Any) -> None:
     ValueError: its tests pass what is wrong, or fail what is right.
   """
   task = _task(item)
-  settings = _Settings(**params)
-  names = sorted(task.expected(task.wanted()))
   for kind, wrong in _WRONG.items():
-    program = wrong + "\n".join(f"{name} = wrong" for name in names)
-    if not any(settings.verdict(task, program).failures):
+    names = "\n".join(f"{name} = wrong" for name in sorted(task.names))
+    program = f"{task.setup}{wrong}{names}"
+    if not any(task.verdict(program, **params).failures):
       raise ValueError(f"its tests pass a program that {kind}")
   for name in _SOLUTIONS:
     solution = item["metadata"].get(name)
     if not solution or not isinstance(solution, str):
       continue
     program = task.program_of(solution)
-    if failures := list(filter(None, settings.verdict(task, program).failures)):
+    if failures := list(filter(None, task.verdict(program, **params).failures)):
       raise ValueError(f"its own {name} fails its tests: {failures[0]}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
-  """The parameters of `score`."""
-
-  timeout_s: float = 5.0
-  memory_mb: int = 512
-  sandbox: str = "safe"
-  not_plain_fails: bool = False
-
-  def verdict(self, task: _Task, program: str) -> sandbox_lib.Verdict:
-    """Run the tests of a program, within the time of this score."""
-    box = sandbox_lib.find(allow_unsafe=self.sandbox == "unsafe")
-    limits = sandbox_lib.Limits(
-      wall_s=self.timeout_s,
-      cpu_s=self.timeout_s,
-      memory_bytes=self.memory_mb * 2**20,
-    )
-    total_s = _time_of_score() * _SHARE_OF_TIME
-    return task.verdict(program, box, limits, total_s)
 
 
 class NotPlainError(RuntimeError):
@@ -323,12 +433,6 @@ def _time_of_score() -> float:
   score that fails, and with some of those in a row the run.
   """
   return signal.getitimer(signal.ITIMER_REAL)[0] or math.inf
-
-
-def _without(prompt: str, entry_point: str) -> str:
-  """Return what comes before the definition of a function."""
-  found = re.search(rf"^def\s+{re.escape(entry_point)}\b", prompt, re.MULTILINE)
-  return prompt[: found.start()] if entry_point and found else ""
 
 
 def score(
@@ -364,14 +468,10 @@ def score(
     ValueError: the item has no tests, or they do not test a program.
   """
   task = _task(item)
-  settings = _Settings(
-    timeout_s=timeout_s,
-    memory_mb=memory_mb,
-    sandbox=sandbox,
-    not_plain_fails=not_plain_fails,
-  )
   program = task.program_of(completion.text)
-  verdict = settings.verdict(task, program)
+  verdict = task.verdict(
+    program, timeout_s=timeout_s, memory_mb=memory_mb, sandbox=sandbox
+  )
   share = verdict.num_passed / len(verdict.failures)
   parts = {"passed": share}
   if not task.cases:

@@ -18,6 +18,7 @@ import binascii
 from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import decimal
 import enum
 import functools
 import json
@@ -37,8 +38,10 @@ import tempfile
 import time
 import types
 from typing import Any, BinaryIO
+import zlib
 
 from jaxrl_async.rewards import sandbox_candidate
+from jaxrl_async.rewards import sandbox_pytest
 from jaxrl_async.rewards import sandbox_supervisor
 from jaxrl_async.rewards import sandbox_tests
 from jaxrl_async.rewards import sandbox_wire
@@ -114,14 +117,15 @@ class Verdict:
 
 
 _PACKAGE = """
-import binascii, marshal, sys, types
+import binascii, marshal, sys, types, zlib
 for name in "jaxrl_async", "jaxrl_async.rewards":
   sys.modules[name] = types.ModuleType(name)
 def load(name, code):
   full_name = f"jaxrl_async.rewards.{name}"
   module = sys.modules[full_name] = types.ModuleType(full_name)
   setattr(sys.modules["jaxrl_async.rewards"], name, module)
-  exec(marshal.loads(binascii.a2b_base64(code)), vars(module))
+  code = zlib.decompress(binascii.a2b_base64(code))
+  exec(marshal.loads(code), vars(module))
 """
 
 
@@ -138,11 +142,15 @@ def _program_of(main: types.ModuleType, *imported: types.ModuleType) -> str:
   for module in imported:
     name = module.__name__.rpartition(".")[2]
     code = marshal.dumps(compile(text(module), f"{name}.py", "exec"))
-    lines.append(f"load({name!r}, {binascii.b2a_base64(code)!r})\n")
+    # An argument of a command may have 128 KiB.
+    code = binascii.b2a_base64(zlib.compress(code))
+    lines.append(f"load({name!r}, {code!r})\n")
   return "".join([*lines, text(main)])
 
 
-_SUPERVISOR = _program_of(sandbox_supervisor, sandbox_wire, sandbox_tests)
+_SUPERVISOR = _program_of(
+  sandbox_supervisor, sandbox_wire, sandbox_pytest, sandbox_tests
+)
 _CANDIDATE = _program_of(sandbox_candidate, sandbox_wire)
 
 
@@ -264,8 +272,7 @@ class Sandbox:
     *,
     tests: str,
     entry_point: str = "",
-    functions: Collection[str] | None = None,
-    expected: Collection[str] | None = None,
+    wanted: Collection[str] | None = None,
     setup: str = "",
     limits: Limits = Limits(),
     total_s: float = math.inf,
@@ -281,9 +288,10 @@ class Sandbox:
         what does: test functions, classes of unittest, `check(candidate)`.
       entry_point: what is tested, which the program has to define: a function,
         a class, or an expression such as Solution().f.
-      functions: names that tests may look for in the program; by default all.
-      expected: of these, those that it is at fault not to have; by default all.
-      setup: Python source that runs before the tests, in their process.
+      wanted: names that tests may look for in the program, which is at fault
+        not to have them; by default all.
+      setup: Python source that runs before the tests, in their process. The
+        program begins with it too.
       limits: of everything together.
       total_s: seconds for all of it, with the start of the sandbox.
 
@@ -296,8 +304,7 @@ class Sandbox:
       "tests": tests,
       "setup": setup,
       "entry_point": entry_point,
-      "wanted": None if functions is None else list(functions),
-      "expected": None if expected is None else list(expected),
+      "wanted": None if wanted is None else list(wanted),
       "candidate": _CANDIDATE,
     }
     try:
@@ -493,15 +500,27 @@ def _home(kind: Kind) -> Iterator[str]:
 
 
 def _is_same_text(written: str, expected: str) -> bool:
-  """Compare line by line, without spaces at the ends of lines and of the text.
+  """Compare line by line as LiveCodeBench does.
 
-  This is how most judges of programming contests compare.
+  Spaces at the ends of lines and of the text do not count. Lines of numbers
+  alone are compared as numbers, so that 0.50 is 0.5, and are not rounded.
   """
 
   def lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    return [line.strip() for line in text.strip().split("\n")]
 
-  return lines(written) == lines(expected)
+  ours, theirs = lines(written), lines(expected)
+  return len(ours) == len(theirs) and all(
+    x == y or _are_same_numbers(x.split(), y.split())
+    for x, y in zip(ours, theirs, strict=True)
+  )
+
+
+def _are_same_numbers(ours: list[str], theirs: list[str]) -> bool:
+  try:
+    return [*map(decimal.Decimal, ours)] == [*map(decimal.Decimal, theirs)]
+  except decimal.InvalidOperation:  # no numbers, or a NaN that signals
+    return False
 
 
 _ESCAPES = """

@@ -9,6 +9,7 @@ but plain data.
 import __future__
 
 import builtins
+from collections.abc import Sequence
 import io
 import json
 import os
@@ -37,13 +38,33 @@ class _Written(io.RawIOBase):
 
 
 class _Asked:
-  """A function of the tests, as the program sees it."""
+  """A function or an object of the tests, as the program sees it."""
 
   def __init__(self, program: "_Program", number: int):
-    self._program, self._number = program, number
+    vars(self).update(_program=program, _number=number)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     return self._program.ask("call", self._number, args, kwargs)
+
+  def __getattr__(self, name: str) -> Any:
+    return self._program.ask("get", self._number, name)
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    self._program.ask("set", self._number, name, value)
+
+
+class _Stdin(io.TextIOWrapper):
+  """What the tests have as their stdin."""
+
+  def __init__(self, program: "_Program"):
+    super().__init__(sys.stdin.buffer, "utf-8")
+    self.ask = program.ask
+
+  def read(self, size: int | None = -1) -> str:
+    return self.ask("read", "read", -1 if size is None else size)
+
+  def readline(self, size: int = -1) -> str:  # type: ignore[override]
+    return self.ask("read", "readline", size)
 
 
 class _Program(sandbox_wire.Wire):
@@ -58,7 +79,9 @@ class _Program(sandbox_wire.Wire):
     self._stdout = io.TextIOWrapper(
       io.BufferedWriter(self._written), "utf-8", "backslashreplace"
     )
-    sys.stdout = self._stdout
+    sys.stdout, sys.stdin = self._stdout, _Stdin(self)
+    builtins.input = lambda prompt="": self.ask("read", "input", prompt)
+    self._asked: dict[int, Any] = {}
 
   def written(self) -> str:
     self._stdout.flush()
@@ -77,6 +100,8 @@ class _Program(sandbox_wire.Wire):
     if isinstance(value, _Asked):
       return ["yours", value._number]
     kind = type(value)
+    if kind.__name__ in self._shared:
+      return held.add(value, sandbox_wire.RECORD)
     about = {
       "name": kind.__name__,
       "methods": [
@@ -92,30 +117,32 @@ class _Program(sandbox_wire.Wire):
     return self.give(value, **about)
 
   def take(self, number: int, about: dict[str, Any]) -> Any:
-    asked = _Asked(self, number)
-    return _iterated(asked) if about["is_iterator"] else asked
+    if number not in self._asked:
+      asked = _Asked(self, number)
+      is_iterator = about["is_iterator"]
+      self._asked[number] = _iterated(asked) if is_iterator else asked
+    return self._asked[number]
 
   def find(self, module: str, name: str) -> Any:
     return sandbox_wire.named(f"{module}.{name}")
 
-  def create(self, kind: str, about: Any) -> Any:
-    if kind != sandbox_wire.RECORD:
-      return super().create(kind, about)
-    own = getattr(self._module, about, None)
+  def shared(self, name: str) -> type:
+    own = getattr(self._module, name, None)
     if not isinstance(own, type):
-      own = type(about, (), {})
-      setattr(self._module, about, own)
-    return object.__new__(own)
+      own = type(name, (), {})
+      setattr(self._module, name, own)
+    return own
 
   def error(self, names: list[str], message: str, state: Any) -> BaseException:
     known = [getattr(builtins, name, None) for name in names]
     return next((kind for kind in known if kind), RuntimeError)(message)
 
-  def do(self, what: str, args: list[Any]) -> Any:
+  def do(self, what: str, args: Sequence[Any]) -> Any:
     if what == "load":
+      program, self._shared = args
       # Unlike others, this program may annotate with what it does not import.
       flags = __future__.annotations.compiler_flag
-      code = compile(args[0], "solution.py", "exec", flags)
+      code = compile(program, "solution.py", "exec", flags)
       return exec(code, self._module.__dict__)
     if what in _BUILTIN:
       return _BUILTIN[what](*args)
@@ -123,7 +150,21 @@ class _Program(sandbox_wire.Wire):
     return getattr(type(thing), what)(thing, *positional, **named)
 
 
-_BUILTIN = {"get": getattr, "set": setattr, "isinstance": isinstance}
+def _parameters(function: Any) -> list[Any]:
+  import inspect  # takes long
+
+  return [
+    [x.name, int(x.kind), [x.default] * (x.default is not x.empty)]
+    for x in inspect.signature(function).parameters.values()
+  ]
+
+
+_BUILTIN = {
+  "get": getattr,
+  "set": setattr,
+  "isinstance": isinstance,
+  "parameters": _parameters,
+}
 
 
 def _iterated(ask: _Asked) -> Any:

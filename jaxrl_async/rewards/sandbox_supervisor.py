@@ -118,13 +118,14 @@ def _given(text: str) -> int:
 
 # Runs it as a script, with what `site` has, which OPTIONS leave out.
 _SCRIPT = """
-import builtins, sys, types
+import __future__, builtins, sys, types
 builtins.exit = builtins.quit = sys.exit
 sys.argv = ["program.py"]
 module = sys.modules["__main__"] = types.ModuleType("__main__")
 module.__file__ = "program.py"
 with open("program.py", "rb") as file: text = file.read()
-exec(compile(text, "program.py", "exec"), vars(module))
+flags = __future__.annotations.compiler_flag  # as for programs with tests
+exec(compile(text, "program.py", "exec", flags), vars(module))
 """
 
 

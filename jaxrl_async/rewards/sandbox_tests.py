@@ -10,33 +10,34 @@ here, so that tests which test nothing are noticed, and what the program raised
 is marked.
 """
 
+import __future__
+
 import builtins
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import re
 import sys
 import types
 from typing import Any, BinaryIO
 
+from jaxrl_async.rewards import sandbox_pytest
 from jaxrl_async.rewards import sandbox_wire
 
 _MAX_MESSAGE = 300
 _MARK = "jaxrl_of_program"  # of what the program raised
 
 
-class Failed(Exception):
+# None of these is an Exception, so that tests do not take it for one of those
+# that they wait for.
+class Failed(BaseException):
   """A program did not do what it should; the message says what happened."""
 
 
-class NotPlain(Exception):
+class NotPlain(BaseException):
   """Tests compare an object of the program, which only it could do."""
 
 
-class _Foreign(Exception):
+class _Foreign(BaseException):
   """Tests pass something that cannot be sent to the program."""
-
-
-class _NoTests(Exception):
-  """Tests do not test the program."""
 
 
 class Proxy:
@@ -116,13 +117,28 @@ class Program(sandbox_wire.Wire):
     self.unknown: set[str] = set()
     self._module = Proxy(self, 0)
     self._taken: dict[int, Any] = {0: self._module}
+    self._names: dict[str, Any] = {}
+    self._in_setup: dict[str, type] = {}
     self._classes: dict[tuple[str, ...], type] = {}
     self._errors: dict[str, type] = {}
     self._numbers_of_errors: dict[type, int] = {}
 
-  def load(self, text: str) -> None:
-    """Let the program run up to its end."""
-    self.ask("load", text)
+  def load(self, text: str, names: dict[str, Any]) -> None:
+    """Let the program run up to its end.
+
+    Args:
+      text: of the program.
+      names: of the tests, with the classes that the program has too. Objects of
+        those are data.
+    """
+    self._names = names
+    self._in_setup = {
+      name: value
+      for name, value in names.items()
+      if isinstance(value, type) and value.__module__ == "__main__"
+    }
+    self._shared = list(self._in_setup)
+    self.ask("load", text, self._shared)
 
   def defined(self, name: str) -> Any:
     """Return what the program calls so.
@@ -141,7 +157,18 @@ class Program(sandbox_wire.Wire):
   def read(self, thing: Proxy, name: str) -> Any:
     """Return an attribute."""
     self.num_read += 1
-    return self.ask("get", thing, name)
+    if name != "__signature__":
+      return self.ask("get", thing, name)
+    import inspect  # which asks for it
+
+    return inspect.Signature(
+      [
+        inspect.Parameter(
+          name, kind, default=default[0] if default else inspect.Parameter.empty
+        )
+        for name, kind, default in self.ask("parameters", thing)
+      ]
+    )
 
   def not_plain(self, thing: Proxy) -> NotPlain:
     """Return that an object cannot be compared here."""
@@ -186,13 +213,14 @@ class Program(sandbox_wire.Wire):
       return error
     return Failed(f"{', '.join(names[:1])}: {message}")
 
-  def _error_class(self, names: list[str]) -> type[Exception] | None:
+  def _error_class(self, names: list[str]) -> type[BaseException] | None:
     """Return a class that is derived as that of the program is."""
     for i, name in enumerate(names):
-      kind = self._errors.get(name) or getattr(builtins, name, None)
+      known = self._names if name in self._shared else vars(builtins)
+      kind = self._errors.get(name) or known.get(name)
       if not isinstance(kind, type):
         continue
-      if not issubclass(kind, Exception):
+      if not issubclass(kind, Exception | SystemExit):
         break
       for own in reversed(names[:i]):
         kind = self._errors[own] = type(own, (kind,), {})
@@ -224,6 +252,11 @@ class Program(sandbox_wire.Wire):
       return _returns(super().decode(stored[1], held))
     return super().decode(stored, held)
 
+  def shared(self, name: str) -> type:
+    if name not in self._shared:
+      raise ValueError(f"{name:.80} is no class of both")
+    return self._names[name]
+
   def leave(self, value: Any, held: sandbox_wire.Held) -> list[Any]:
     if isinstance(value, Proxy):
       return ["yours", value._jaxrl_number]
@@ -237,20 +270,48 @@ class Program(sandbox_wire.Wire):
     if isinstance(value, types.CoroutineType):
       raise Failed("a coroutine of the program was not awaited")
     is_iterator = hasattr(type(value), "__next__")
-    if is_iterator or callable(value):
+    is_own = type(value).__module__ == "__main__"
+    if is_own and self._in_setup.get(type(value).__name__) is not type(value):
+      is_called = callable(value) or _has_methods(type(value))
+    else:
+      is_called = callable(value) and not hasattr(value, "mock_calls")
+    if is_iterator or is_called:
       return self.give(value, is_iterator=is_iterator)
-    if type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
-      return self.encode_container(value, sandbox_wire.RECORD, held)
+    if is_own:
+      return held.add(value, sandbox_wire.RECORD)
     raise _Foreign(f"a {type(value).__name__} cannot be sent to the program")
 
-  def do(self, what: str, args: list[Any]) -> Any:
-    number, positional, named = args
-    if what != "call":
+  def do(self, what: str, args: Sequence[Any]) -> Any:
+    if what == "read":  # tests may have replaced what they read from
+      name, given = args
+      reads = sys.stdin.read, sys.stdin.readline, builtins.input
+      return dict(zip(("read", "readline", "input"), reads, strict=True))[name](
+        given
+      )
+    asked = self._given[args[0]]
+    if what == "call":
+      if hasattr(type(asked), "__next__"):
+        return next(asked)
+      return asked(*args[1], **args[2])
+    # The names of the tests could be found in what is private.
+    if type(asked).__module__ != "__main__" or args[1][:1] == "_":
+      raise AttributeError(args[1])
+    if what == "get":
+      return getattr(asked, args[1])
+    if what != "set" or callable(getattr(type(asked), args[1], None)):
       raise ValueError(f"the tests do not {what!r:.80}")
-    asked = self._given[number]
-    if hasattr(type(asked), "__next__"):
-      return next(asked)
-    return asked(*positional, **named)
+    return setattr(asked, *args[1:])
+
+
+def _has_methods(kind: type) -> bool:
+  """Return whether a class has more than data and special methods."""
+  return any(
+    hasattr(value, "__get__")
+    and name[:2] != "__"
+    and not isinstance(value, types.MemberDescriptorType)  # of __slots__
+    for base in kind.__mro__[:-1]
+    for name, value in vars(base).items()
+  )
 
 
 def _about(error: BaseException) -> str:
@@ -290,59 +351,35 @@ class _Builtins(dict):
       raise KeyError(name) from None
 
 
-def _steps(names: dict[str, Any], entry_point: str) -> Iterator[Any]:
+def _steps(names: dict[str, Any], job: dict[str, Any]) -> Iterator[Any]:
   """Run what tests have defined, as HumanEval, pytest and unittest would."""
   check = names.get("check")
-  if entry_point and isinstance(check, types.FunctionType):
-    yield check(eval(entry_point, names))
-  for name, value in list(names.items()):
-    is_named = name.startswith("test")
-    if is_named and isinstance(value, types.FunctionType):
-      # One with parameters is a helper, which others call.
-      if value.__code__.co_argcount == len(value.__defaults__ or ()):
-        yield value()
-    elif isinstance(value, type) and value.__module__ == "__main__":
-      if hasattr(value, "assertEqual"):
-        _run_suite(value)
-      elif name.startswith("Test") and "__init__" not in vars(value):
-        for own in filter(lambda own: own.startswith("test"), dir(value)):
-          instance = value()
-          getattr(instance, "setup_method", lambda: None)()
-          yield getattr(instance, own)()
+  if job["entry_point"] and isinstance(check, types.FunctionType):
+    yield check(eval(job["entry_point"], names))
+  yield from sandbox_pytest.steps(names, job["tests"])
 
 
-def _run_suite(case: type) -> None:
-  """Run a class of unittest; raise the first thing that goes wrong."""
-  import unittest  # the tests have imported it
-
-  class Result(unittest.TestResult):
-    def addError(self, test: Any, err: Any) -> None:  # noqa: N802
-      raised.append(err[1])
-
-    addFailure = addError  # noqa: N815
-
-    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:  # noqa: N802
-      if err is not None:
-        raised.append(err[1])
-
-    def addUnexpectedSuccess(self, test: Any) -> None:  # noqa: N802
-      raised.append(AssertionError("it should have failed"))
-
-  raised: list[BaseException] = []
-  unittest.defaultTestLoader.loadTestsFromTestCase(case).run(Result())
-  if raised:
-    raise raised[0]
+def _compiled(job: dict[str, Any], name: str) -> types.CodeType:
+  # Unlike others, they may annotate with what they do not import.
+  flags = __future__.annotations.compiler_flag
+  return compile(job[name], f"{name}.py", "exec", flags)
 
 
 def _run(program: Program, job: dict[str, Any]) -> None:
-  program.load(job["program"])
   module, solution = types.ModuleType("__main__"), types.ModuleType("solution")
   names = vars(module)
   names["__builtins__"] = _Builtins(program, job["wanted"])
   vars(solution)["__getattr__"] = program.defined
   sys.modules |= {"__main__": module, "solution": solution}
+  sys.modules["pytest"] = sandbox_pytest.module()
   sys.argv = ["tests.py"]
-  exec(compile(job["setup"], "setup.py", "exec"), names)
+  names["__file__"] = "tests.py"
+  if "unittest" in job["tests"]:
+    import unittest
+
+    setattr(unittest, "main", lambda *_, **__: None)  # noqa: B010, run anyway
+  exec(_compiled(job, "setup"), names)
+  program.load(job["program"], names)
   entry_point = job["entry_point"]
   if root := "".join(re.findall(r"^\w+", entry_point)):
     try:
@@ -353,32 +390,37 @@ def _run(program: Program, job: dict[str, Any]) -> None:
     if hasattr(builtins, root):
       names[root] = named
   try:
-    exec(compile(job["tests"], "tests.py", "exec"), names)
+    exec(_compiled(job, "tests"), names)
   except SystemExit as error:
+    if is_of_program(error):
+      raise
     if error.code:
       raise AssertionError(f"exit code {error.code}") from None
-  for returned in _steps(names, entry_point):
+  for returned in _steps(names, job):
     if hasattr(returned, "__await__"):
       import asyncio
 
       returned = asyncio.run(returned)
     if returned is not None:
-      raise _NoTests("a test returns something, and has to assert it")
+      raise sandbox_pytest.NoTests(
+        "a test returns something, and has to assert it"
+      )
   if not program.num_calls:
-    raise _NoTests("they do not call the program")
+    raise sandbox_pytest.NoTests("they do not call the program")
 
 
-def _is_of_tests(
-  error: BaseException, program: Program, expected: list[str] | None
-) -> bool:
+def _is_of_tests(error: BaseException, program: Program, text: str) -> bool:
   """Return whether an error says that tests are wrong, whatever they test."""
   if isinstance(error, NotPlain) or is_of_program(error):
     return False
-  if isinstance(error, _Foreign | _NoTests):
+  if isinstance(error, _Foreign | sandbox_pytest.NoTests):
     return True
   if type(error) is NameError:
-    is_missing = error.name in program.unknown
-    return not (is_missing and (expected is None or error.name in expected))
+    # They may evaluate what the program has returned.
+    is_theirs = (
+      re.search(rf"\b{re.escape(error.name or '')}\b", text) is not None
+    )
+    return is_theirs and error.name not in program.unknown
   if isinstance(error, ImportError):
     return error.name != "solution"
   return not program.num_calls + program.num_read
@@ -387,9 +429,9 @@ def _is_of_tests(
 def _message(error: BaseException) -> str:
   try:
     text = str(error)
-  except Exception:  # it may have an object of the program
+  except BaseException:  # it may have an object of the program
     text = ""
-  if isinstance(error, _Foreign | _NoTests):
+  if isinstance(error, _Foreign | sandbox_pytest.NoTests):
     return text[:_MAX_MESSAGE]
   if isinstance(error, AssertionError):
     return f"assertion failed {text}".strip()[:_MAX_MESSAGE]
@@ -408,8 +450,8 @@ def judge(job: dict[str, Any], start: Callable[[], Program]) -> dict[str, Any]:
     whether an object of the program could not be compared.
   """
   try:
-    for name, mode in ("setup", "exec"), ("tests", "exec"):
-      compile(job[name], f"{name}.py", mode)
+    for name in "setup", "tests":
+      _compiled(job, name)
     if job["entry_point"]:
       compile(job["entry_point"], "entry_point", "eval")
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -421,7 +463,7 @@ def judge(job: dict[str, Any], start: Callable[[], Program]) -> dict[str, Any]:
   except BaseException as error:
     failure = _message(error)
     if program is not None:
-      is_of_tests = _is_of_tests(error, program, job["expected"])
+      is_of_tests = _is_of_tests(error, program, job["setup"] + job["tests"])
   return {
     "failure": failure,
     "is_of_tests": is_of_tests,

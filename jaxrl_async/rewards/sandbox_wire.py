@@ -7,7 +7,10 @@ library. What is changed in place at one end is changed at the other one. All
 else stays where it is, and the other end has a number for it.
 """
 
+from collections.abc import Collection, Sequence
+import enum
 import importlib
+import itertools
 import json
 import operator
 import os
@@ -33,6 +36,7 @@ ARITHMETIC = tuple(
   for name in (
     "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
   ).split()
+  for name in (name, f"r{name}", f"i{name}")
 )
 RECORD = "record"
 
@@ -58,9 +62,25 @@ def _put(container: Any, items: list[Any]) -> None:
   (container.update if isinstance(container, set) else container.extend)(items)
 
 
-def _put_vars(record: Any, items: list[Any]) -> None:
-  vars(record).clear()
-  vars(record).update({str(k): v for k, v in _of_pairs(items).items()})
+def _fields(record: Any) -> dict[str, Any]:
+  fields = dict(getattr(record, "__dict__", ()))
+  for base in type(record).__mro__:
+    slots = vars(base).get("__slots__", ())
+    for name in [slots] if isinstance(slots, str) else slots:
+      if name[:2] != "__" and hasattr(record, name):
+        fields[name] = getattr(record, name)
+  return fields
+
+
+def _put_fields(record: Any, items: list[Any]) -> None:
+  fields = _of_pairs(items)
+  for name in _fields(record).keys() - fields:
+    object.__delattr__(record, name)
+  for name, value in fields.items():
+    # It would stand before a method of the class, or before the class itself.
+    if name[:2] == "__" or callable(getattr(type(record), name, None)):
+      raise ValueError(f"{name:.80} is no field")
+    object.__setattr__(record, name, value)
 
 
 _FACTORIES = {x.__name__: x for x in (int, float, str, list, dict, set, tuple)}
@@ -87,7 +107,11 @@ _MUTABLE = {
     _put_all,
     lambda x: getattr(x.default_factory, "__name__", None),
   ),
-  RECORD: (lambda x: _pairs(vars(x)), _put_vars, lambda x: type(x).__name__),
+  RECORD: (
+    lambda x: _pairs(_fields(x)),
+    _put_fields,
+    lambda x: type(x).__name__,
+  ),
 }
 # What cannot: how it is taken apart, and made again.
 _FIXED = {
@@ -140,8 +164,9 @@ def _kind(value: Any) -> str:
 class Held(list):
   """The containers of one exchange, which both ends number alike.
 
-  A container is sent once, and then by its number. So the other end has the
-  same references, and what it changes in place is changed here too.
+  A container is sent as its number, and what is in it beside all others, so
+  that none is too deep. The other end has the same references, and what it
+  changes in place is changed here too.
   """
 
   def __init__(self):
@@ -149,10 +174,11 @@ class Held(list):
     self.numbers: dict[int, int] = {}
     self.kinds: list[str] = []
 
-  def add(self, container: Any, kind: str) -> None:
+  def add(self, container: Any, kind: str) -> list[Any]:
     self.numbers[id(container)] = len(self)
     self.kinds.append(kind)
     self.append(container)
+    return ["held", len(self) - 1]
 
   def forget(self, first: int) -> None:
     """Remove all from this number on, because they are not sent."""
@@ -191,6 +217,7 @@ class Wire:
     self._given: list[Any] = []
     self._numbers: dict[int, int] = {}
     self._tuples: dict[tuple[str, ...], Any] = {}
+    self._shared: Collection[str] = ()
 
   def give(self, value: Any, **about: Any) -> list[Any]:
     """Return the number of something that stays here."""
@@ -207,19 +234,25 @@ class Wire:
     """Return what stands here for something that stays at the other end."""
     raise NotImplementedError
 
+  def shared(self, name: str) -> type:
+    """Return a class that both ends have, or one that stands for it."""
+    raise NotImplementedError
+
   def find(self, module: str, name: str) -> Any:
     """Return what the other end knows under the same name."""
     raise ValueError(f"{module:.80}.{name:.80} is no data")
 
   def create(self, kind: str, about: Any) -> Any:
     """Return an empty container."""
+    if kind == RECORD:
+      return object.__new__(self.shared(about))
     if kind == "collections.deque":
       return named(kind)(maxlen=about)
     if kind == "collections.defaultdict":
       return named(kind)(_FACTORIES.get(about))
     return named(kind)()
 
-  def do(self, what: str, args: list[Any]) -> Any:
+  def do(self, what: str, args: Sequence[Any]) -> Any:
     """Do what the other end asks."""
     raise NotImplementedError
 
@@ -237,6 +270,8 @@ class Wire:
         # Reading and writing decimals takes quadratic time.
         is_long = base is int and value.bit_length() > _SHORT_BITS
         return ["int", hex(value)] if is_long else value
+    if isinstance(value, enum.Enum) and type(value).__name__ in self._shared:
+      return ["member", type(value).__name__, value.name]
     if id(value) in held.numbers:
       return ["held", held.numbers[id(value)]]
     fields = getattr(type(value), "_fields", None)
@@ -245,37 +280,65 @@ class Wire:
       return ["named", type(value).__name__, fields, items]
     kind = _kind(value)
     if kind in _MUTABLE:
-      return self.encode_container(value, kind, held)
+      return held.add(value, kind)
     if kind in _FIXED:
       return [kind, [self.encode(x, held) for x in _FIXED[kind][0](value)]]
     return self.leave(value, held)
 
-  def encode_container(self, value: Any, kind: str, held: Held) -> list[Any]:
-    """Return something that can be changed in place as JSON."""
-    apart, _, about = _MUTABLE[kind]
-    held.add(value, kind)
-    items = [self.encode(x, held) for x in apart(value)]
-    return ["new", kind, about and about(value), items]
+  def pack(
+    self, value: Any, held: Held, before: Sequence[list[Any]] = ()
+  ) -> dict[str, Any]:
+    """Return a value as JSON, with what is in the containers that are sent.
 
-  def decode(self, stored: Any, held: Held) -> Any:
-    """Return the value that the other end has encoded.
+    Args:
+      value: to send.
+      held: the containers that the other end has, and gets.
+      before: what was in those that it has when it sent them.
+    """
+    stored = self.encode(value, held)
+    contents = []
+    for i, was in enumerate(before):
+      now = _MUTABLE[held.kinds[i]][0](held[i])
+      if len(was) != len(now) or not all(map(operator.is_, was, now)):
+        contents.append([i, [self.encode(x, held) for x in now]])
+    created = []
+    for container in itertools.islice(held, len(before), None):  # it grows
+      kind = held.kinds[len(before) + len(created)]
+      apart, _, about = _MUTABLE[kind]
+      items = [self.encode(x, held) for x in apart(container)]
+      contents.append([len(before) + len(created), items])
+      created.append([kind, about and about(container)])
+    return {"value": stored, "new": created, "contents": contents}
+
+  def unpack(self, message: dict[str, Any], held: Held) -> Any:
+    """Return the value that the other end has packed.
 
     Raises:
       ValueError, TypeError, LookupError, ArithmeticError: it is none.
     """
+    for kind, about in message["new"]:
+      if kind not in _MUTABLE:
+        raise ValueError(f"{kind!r:.80} is no container")
+      held.add(self.create(kind, about), kind)
+    # Records first, because sets and dicts hash them.
+    for is_record in True, False:
+      for i, items in reversed(message["contents"]):
+        if i < 0:
+          raise ValueError("a container has no such number")
+        if (held.kinds[i] == RECORD) is is_record:
+          items = [self.decode(x, held) for x in items]
+          _MUTABLE[held.kinds[i]][1](held[i], items)
+    return self.decode(message["value"], held)
+
+  def decode(self, stored: Any, held: Held) -> Any:
+    """Return the value that the other end has encoded; see `unpack`."""
     if not isinstance(stored, list):
       if isinstance(stored, dict):
         raise ValueError("an object of JSON is no data")
       return stored
     kind, *content = stored
-    if kind == "new":
-      kind, about, items = content
-      if kind not in _MUTABLE:
-        raise ValueError(f"{kind!r:.80} is no container")
-      value = self.create(kind, about)
-      held.add(value, kind)
-      _MUTABLE[kind][1](value, [self.decode(x, held) for x in items])
-      return value
+    if kind == "member":
+      return getattr(self.shared(content[0]), content[1])
     if kind == "held":
       return held[content[0]]
     if kind == "int":
@@ -316,9 +379,8 @@ class Wire:
     # Whoever writes answers has at least to have read what was asked.
     number = int.from_bytes(os.urandom(8))
     held = Held()
-    asked = [self.encode(x, held) for x in args]
-    num_held = len(held)
-    num_sent = self._send({"number": number, "do": what, "args": asked})
+    asked = self.pack(args, held)
+    num_sent = self._send({"number": number, "do": what, **asked})
     while True:
       # What was sent may come back, changed.
       message = self._read(self._most + 2 * num_sent)
@@ -330,12 +392,7 @@ class Wire:
     if message["number"] != number:
       raise ValueError("the program answered what was not asked")
     sys.stdout.write(message["wrote"])
-    value = self.decode(message["value"], held)
-    for i, items in message["changed"]:
-      if not 0 <= i < num_held:
-        raise ValueError("the program changed what it was not given")
-      items = [self.decode(x, held) for x in items]
-      _MUTABLE[held.kinds[i]][1](held[i], items)
+    value = self.unpack(message, held)
     if "error" in message:
       names = [str(name) for name in message["error"]]
       raise self.error(names, str(message.get("message")), value)
@@ -356,26 +413,21 @@ class Wire:
     held = Held()
     before: list[list[Any]] = []
     try:
-      args = [self.decode(x, held) for x in message["args"]]
+      args = self.unpack(message, held)
       before = held.contents()
-      value = self.do(message["do"], args)
-      said = {"value": self.encode(value, held)}
+      said = self.pack(self.do(message["do"], args), held, before)
     except BaseException as error:  # SystemExit too: the program's own affair
       held.forget(len(before))
-      said = self._failure(error, held)
-    changed = []
-    for i, (was, now) in enumerate(zip(before, held.contents(), strict=False)):
-      is_same = len(was) == len(now)
-      if not (is_same and all(map(operator.is_, was, now))):
-        changed.append([i, [self.encode(x, held) for x in now]])
-    said |= {"number": message["number"], "wrote": self.written()}
-    self._send({**said, "changed": changed})
+      said = self._failure(error, held, before)
+    self._send({**said, "number": message["number"], "wrote": self.written()})
 
-  def _failure(self, error: BaseException, held: Held) -> dict[str, Any]:
+  def _failure(
+    self, error: BaseException, held: Held, before: Sequence[list[Any]]
+  ) -> dict[str, Any]:
     names = [kind.__name__ for kind in type(error).__mro__]
-    num_held, state = len(held), None
     try:
-      state = self.encode((error.args, vars(error)), held)
+      state = self.pack((error.args, vars(error)), held, before)
     except Exception:
-      held.forget(num_held)
-    return {"error": names, "message": str(error)[:200], "value": state}
+      held.forget(len(before))
+      state = self.pack(None, held, before)
+    return {"error": names, "message": str(error)[:200], **state}
