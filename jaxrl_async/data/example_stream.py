@@ -41,9 +41,6 @@ class ExampleStream(Generic[Example]):
     """Prepare the examples.
 
     Args:
-      source: of the prompts.
-      split: of the source.
-      num_examples: number of examples.
       max_tokens: longest example, prompts included.
       max_unusable: after so many in a row that are skipped, an error is raised.
     """

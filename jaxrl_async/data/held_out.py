@@ -42,8 +42,6 @@ def make(
   """Return the first prompts of the evaluation split, each question once.
 
   Args:
-    source: the run's source of prompts.
-    num_items: number of prompts to return.
     on_progress: called several times a second with the number made so far.
 
   Raises:
@@ -84,11 +82,6 @@ def check_number(
 
   A source of finite data knows. Of any other, questions are made until there
   are enough or time is up.
-
-  Args:
-    source: the run's source of prompts.
-    num_items: number of distinct questions that are needed.
-    patience_s: how long to try, in seconds.
 
   Returns:
     The questions, or none if time was up.
@@ -134,13 +127,8 @@ def load_or_make(
   file is damaged.
 
   Args:
-    path: the file.
-    source: the run's source of prompts.
-    num_items: number of prompts to return.
     note: called with a message if stored questions cannot be used, or if the
       file cannot be written. Neither ends the run.
-    on_progress: as in `make`.
-    is_kept: whether the file is written.
 
   Raises:
     sections.ConfigError: the split has fewer distinct questions.

@@ -52,11 +52,7 @@ def tokenized(
 
 
 def column(item: dict[str, Any], name: str, setting: str, what: str) -> Any:
-  """Return what an item has in a column.
-
-  Raises:
-    sections.ConfigError: it has no such column.
-  """
+  """Return what an item has in a column."""
   value = item.get("metadata", {}).get(name, item.get(name))
   known = {*item.get("metadata", {}), *item} - {"index", "metadata", "source"}
   if value is None:
@@ -71,11 +67,7 @@ def column(item: dict[str, Any], name: str, setting: str, what: str) -> Any:
 def steps_of(
   item: dict[str, Any], name: str, prompt_id: str, setting: str
 ) -> list[str]:
-  """Return the steps of an item.
-
-  Raises:
-    sections.ConfigError: it has none.
-  """
+  """Return the steps of an item."""
   steps = column(item, name, setting, "steps")
   is_right = isinstance(steps, list) and all(
     isinstance(x, str) and x.strip() for x in steps
@@ -99,13 +91,7 @@ class Solutions(example_stream.ExampleStream[LabelledSteps]):
     section: sections.PreferenceSection,
     **options: Any,
   ):
-    """Prepare the solutions.
-
-    Args:
-      source: of the prompts.
-      section: the columns of the steps and of their labels.
-      **options: of `ExampleStream`.
-    """
+    """Prepare the solutions."""
     super().__init__(source, **options)
     self._section = section
 

@@ -42,7 +42,6 @@ class Mixture:
   question that any member holds out is trained on by none.
 
   Attributes:
-    members: the sources by name.
     weights: of each member's items among all items, in any unit.
   """
 

@@ -39,11 +39,6 @@ class PromptSource:
   """The source of all prompts of a run.
 
   Attributes:
-    items: the source of the questions.
-    task: the section with the template and the number of processes that may
-      make items.
-    tokenizer: the policy's tokenizer.
-    seed: seed of the run.
     max_prompt_tokens: longest prompt that fits. Longer ones are skipped.
     chat_template: of the tokenizer, if the prompts are chats.
     evaluated: questions that every split but the held-out one passes over.
@@ -138,15 +133,10 @@ class PromptStream:
     """Create a stream, which makes no items before its first use or `prefetch`.
 
     Args:
-      source: the run's source of prompts.
-      split: a split of the source.
       num_workers: how many processes may make items at the same time. 0 means
         `task.question_workers`.
       max_barren: number of items in a row without a prompt that fits, after
         which an error is raised.
-
-    Raises:
-      sections.ConfigError: the source has no such split.
     """
     name, splits = source.items.name, source.items.splits
     sections.require(

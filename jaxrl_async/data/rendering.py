@@ -43,13 +43,6 @@ def tokens(
 
   Messages of the item are rendered by the chat template as they are.
 
-  Args:
-    style: of the item's source.
-    item: see `source`.
-    source: name of the source, for messages.
-    tokenizer: of the policy.
-    chat_template: of the tokenizer; needed for chats alone.
-
   Raises:
     sections.ConfigError: the prompt cannot be made.
     ValueError: the text cannot be tokenized.
@@ -78,13 +71,6 @@ def check_chat(
 ) -> None:
   """Check that the template writes the whole chat of an item, if it is one.
 
-  Args:
-    style: of the item's source.
-    item: see `source`.
-    source: name of the source, for messages.
-    tokenizer: of the policy.
-    chat_template: of the tokenizer.
-
   Raises:
     ValueError: it does not.
   """
@@ -101,11 +87,6 @@ def messages_of(
 ) -> list[dict[str, Any]]:
   """Return the messages of an item's chat, up to the answer.
 
-  Args:
-    style: of the item's source.
-    item: see `source`.
-    source: name of the source, for messages.
-
   Raises:
     sections.ConfigError: the template cannot be filled in.
   """
@@ -121,11 +102,6 @@ def messages_of(
 
 def render(template: str, item: Mapping[str, Any], source_name: str) -> str:
   """Fill in the template with the question and the item's metadata.
-
-  Args:
-    template: the template; see `sections.TaskSection`.
-    item: the item; see `source`.
-    source_name: name of the source, for messages.
 
   Raises:
     sections.ConfigError: the template uses a field that the item does not have,

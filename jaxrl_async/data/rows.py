@@ -33,7 +33,6 @@ class _Scan:
   """What one look at every row of a table finds.
 
   Attributes:
-    table: the rows.
     good: the numbers of the rows that can be used.
     questions: a hash of the question of each of them.
     num_bad: number of the other rows.

@@ -71,9 +71,6 @@ def asks_reasoning_gym(task: sections.TaskSection) -> bool:
 def check(task: sections.TaskSection) -> None:
   """Check the names of the data, without reading any.
 
-  Args:
-    task: the section, which `fields.check` has passed.
-
   Raises:
     ConfigError: one line that names the field.
   """

@@ -83,10 +83,8 @@ def completed(
   """Return a prompt with what is to be learned after it.
 
   Args:
-    prompt: of the source.
     solution: a text, which is learned as it is, or the assistant's message,
       which is learned as the chat template writes it.
-    source: of the prompt.
 
   Raises:
     ValueError: it cannot be tokenized, or is no answer to this prompt.
@@ -132,18 +130,7 @@ class WorkedExamples(example_stream.ExampleStream[WorkedExample]):
     max_unusable: int = example_stream.MAX_UNUSABLE,
     split: str = source_lib.Split.WARM_START,
   ):
-    """Prepare the examples.
-
-    Args:
-      source: of the prompts.
-      warm_start: the solver, and how many examples there are.
-      max_tokens: longest prompt and solution together.
-      max_unusable: see `ExampleStream`.
-      split: of the source.
-
-    Raises:
-      sections.ConfigError: there is no such solver.
-    """
+    """Prepare the examples."""
     super().__init__(
       source,
       split=split,
@@ -213,14 +200,6 @@ def chat_example(
   the policy generates. What the template writes after that token, often a line
   break, belongs to the next prompt. Some templates end a turn with the token
   that begins the next one, which is then learned.
-
-  Args:
-    messages: of the chat; the last one is the assistant's.
-    template: of the tokenizer.
-    tokenizer: of the policy.
-    name: of the prompt, for messages.
-    tools: that the assistant may call.
-    is_last_alone: learn the last turn, and none before it.
 
   Raises:
     sections.ConfigError: the template refuses the chat or does not write all of
@@ -301,13 +280,6 @@ def _end_where_next_begins(
   """Return what ends a turn in which the template writes no end.
 
   It is the end of sequence, or the token with which the user's turn begins.
-
-  Args:
-    messages: of the chat up to this turn.
-    tools: that the assistant may call.
-    written: what the template makes of them.
-    template: of the tokenizer.
-    tokenizer: of the policy.
   """
   more = [*messages, {"role": "user", "content": _ASKED}]
   with contextlib.suppress(chat_template_lib.ChatTemplateError):
@@ -338,11 +310,7 @@ def _solution(
   rng: np.random.Generator,
   warm_start: sections.WarmStartSection,
 ) -> str:
-  """Return the text of a solution.
-
-  Raises:
-    sections.ConfigError: the solver fails for this item, or returns no text.
-  """
+  """Return the text of a solution."""
   try:
     with user_code.told():
       solution = solve(prompt.item, rng)
@@ -375,9 +343,6 @@ def validate(
   100 examples are made, and the others when the warm start needs them.
 
   Args:
-    source: of the prompts.
-    warm_start: the solver.
-    max_tokens: longest prompt and solution together.
     scorer: the reward of the run; None accepts extracted answers alone.
     is_scored: whether solutions have to be right.
 

@@ -32,8 +32,6 @@ def chain_sum(
   the last "=". With terms of one digit a line has at most 10 characters.
 
   Args:
-    item: an item of reasoning-gym's chain_sum.
-    rng: draws which partial sums are wrong, and by how much.
     corrupted_frac: probability that a partial sum, the last one included, is
       wrong by 1 to 3 in either direction. Later lines continue with the wrong
       sum.
@@ -58,8 +56,6 @@ def number_sorting(
   r"""Return the numbers of an item in order, as "[18,33,61]".
 
   Args:
-    item: an item of reasoning-gym's number_sorting.
-    rng: draws which places are wrong, and with what.
     corrupted_frac: probability that a place has another one of the numbers that
       are left. The next places go on with the rest.
   """
@@ -77,8 +73,6 @@ def countdown(
   r"""Return an expression with the numbers of an item, as "8+7-4".
 
   Args:
-    item: an item of reasoning-gym's countdown.
-    rng: draws which operators are wrong.
     corrupted_frac: probability that an operator is its opposite, + for - and *
       for /, so that the value is another one than the target.
   """
@@ -124,10 +118,6 @@ MESSAGES = "messages"
 def check(name: str, setting: str = _SETTING) -> None:
   """Check the form of a solver's name, without importing anything.
 
-  Args:
-    name: see `sections.WarmStartSection`.
-    setting: the field with the name, for messages.
-
   Raises:
     sections.ConfigError: it is none of the forms.
   """
@@ -167,11 +157,6 @@ def check_pair(section: sections.PreferenceSection) -> None:
 
 def find(name: str, corrupted_frac: float, setting: str = _SETTING) -> Solver:
   """Return the solver of a name.
-
-  Args:
-    name: see `sections.WarmStartSection`. A module is imported.
-    corrupted_frac: for the solvers of `SOLVERS`.
-    setting: the field with the name, for messages.
 
   Raises:
     sections.ConfigError: there is none.

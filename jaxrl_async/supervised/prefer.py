@@ -77,17 +77,7 @@ def packed_pairs(
   num_examples: int,
   pack: Callable[..., packing.PackedBatch] = preference_objectives.pack_pairs,
 ) -> tuple[packing.PackedBatch, list[str]]:
-  """Return the packed pairs of a split, and lines about those left out.
-
-  Args:
-    setup: of the training.
-    split: of the source.
-    num_examples: number of pairs.
-    pack: makes rows of pairs.
-
-  Raises:
-    ConfigError: the data has no pairs, or none that fits into a row.
-  """
+  """Return the packed pairs of a split, and lines about those left out."""
   tokens_per_row = setup.config.train.tokens_per_row
   pairs = pairs_lib.Pairs(
     assembly.prompt_source(setup),

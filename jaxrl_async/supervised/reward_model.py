@@ -128,17 +128,12 @@ def scores(
   """Yield what a trained reward model says of each row of a dataset.
 
   Args:
-    config: that it was trained with.
-    workdir: that it was trained in.
     dataset: URI of rows, with the prompt's columns as `task` names them, and a
       column `completion`; or, for a model of steps, the column of steps.
 
   Yields:
     `row`, and `score`, a number; or `steps`, for each step the probability that
     it is right.
-
-  Raises:
-    ConfigError: there is no such model, or a row cannot be scored.
   """
   scorer = Scorer(config, workdir)
   examples = list(_examples(scorer.setup, dataset))
@@ -159,10 +154,6 @@ class Scorer:
 
   def __init__(self, config: sections.Config, workdir: pathlib.Path):
     """Read the model.
-
-    Args:
-      config: that it was trained with.
-      workdir: that it was trained in.
 
     Raises:
       ConfigError: there is no such model.
@@ -209,10 +200,6 @@ class Scorer:
 def load(setup: setup_lib.Setup, workdir: pathlib.Path) -> transformer.Params:
   """Return the parameters of a trained reward model, on the training slice.
 
-  Args:
-    setup: of the reward model.
-    workdir: that it was trained in.
-
   Raises:
     ConfigError: there is none, or one of another shape.
   """
@@ -243,11 +230,7 @@ def _scalars(
 def _examples(
   setup: setup_lib.Setup, dataset: str
 ) -> Iterator[worked_examples_lib.WorkedExample]:
-  """Yield the texts of a dataset, whose loss mask says where they are scored.
-
-  Raises:
-    ConfigError: a row has no such text, or one that no row of tokens holds.
-  """
+  """Yield the texts of a dataset; the loss mask says where they are scored."""
   config, source = setup.config, assembly.prompt_source(setup)
   try:
     table = opening.open_table(uri_lib.parse("score", dataset))

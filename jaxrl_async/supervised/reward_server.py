@@ -148,11 +148,7 @@ def serve(
   item, and scored after the end token, also if it was cut off.
 
   Args:
-    config: that the model was trained with.
-    workdir: that it was trained in.
     port: 0 takes a free one.
-    stop: the stop request, which a signal sets.
-    on_ready: is called with the address once requests are answered.
 
   Raises:
     ConfigError: there is no such model, or one of steps.

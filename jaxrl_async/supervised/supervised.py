@@ -54,13 +54,6 @@ class Validation:
 
   They are in the unit of the objective: nats per token, per pair or per step;
   for IPO squared nats.
-
-  Attributes:
-    first: before training.
-    best: the least one.
-    best_step: the step after which it was measured.
-    last: the newest one.
-    num_worse: evaluations since the best one.
   """
 
   first: float | None = None
@@ -88,8 +81,6 @@ class Recipe:
 
   Attributes:
     kind: the beginning of the names of its metrics. A workdir is of one kind.
-    section: number of steps, examples and measurements.
-    objective: what is minimised.
     packed: returns the rows of a split with this many examples, and lines about
       examples that were left out.
     first_params: returns the parameters to start from, with their adapters.
@@ -120,12 +111,7 @@ class FineTuning:
     stop: supervisor_lib.StopRequest,
     claim: workdir_lib.Claim,
   ):
-    """Pack the examples, and restore the newest checkpoint if there is one.
-
-    Raises:
-      ConfigError: the examples cannot be used, or the workdir belongs to
-        something else.
-    """
+    """Pack the examples, and restore the newest checkpoint if there is one."""
     self._setup = setup
     self._recipe = recipe
     self._section = recipe.section
@@ -174,13 +160,7 @@ class FineTuning:
       self._add_reference(None if stored is None else stored[1])
 
   def run(self) -> dict[str, Any]:
-    """Train to the end, and return the fields of the summary.
-
-    Raises:
-      Interrupted: a signal asked to stop; a checkpoint was written.
-      WarmStartError: too many updates in a row were not finite.
-      StorageError: a file could not be written.
-    """
+    """Train to the end, and return the fields of the summary."""
     start_s = time.perf_counter()
     self._setup.tokenizer.save(self._workdir / "tokenizer")
     trainer, section = self._trainer, self._section
@@ -250,11 +230,7 @@ class FineTuning:
     return bool(patience) and self._validation.num_worse >= patience
 
   def _validate(self, values: Mapping[str, float]) -> None:
-    """Measure the validation loss, and keep the parameters if it is the best.
-
-    Args:
-      values: the other metrics of the step.
-    """
+    """Measure the validation loss, and keep the parameters that are best."""
     assert self._held_out is not None
     step = self._trainer.num_steps_done
     found = self._trainer.measure(self._held_out)
@@ -301,12 +277,7 @@ class FineTuning:
     return self._workdir / workdir_lib.FINE_TUNING
 
   def _check_in_place(self) -> None:
-    """Check the workdir, so that none is made anew where it was.
-
-    Raises:
-      StorageError: it is not reached.
-      WorkdirError: another one is in its place.
-    """
+    """Check the workdir, so that none is made anew where it was."""
     with disk.writing(self._workdir):
       self._claim.check_in_place()
 
@@ -331,12 +302,7 @@ class FineTuning:
     )
 
   def _newest(self) -> tuple[int, dict[str, Any]] | None:
-    """Return step and host state of the newest whole checkpoint, if any.
-
-    Raises:
-      ConfigError: all of them are damaged, or it belongs to another kind of
-        training, to another config or to other data.
-    """
+    """Return step and host state of the newest whole checkpoint, if any."""
     try:
       checkpoint.recover(self._directory)
       whole = checkpoint.newest_whole(self._directory, self._progress.note)
@@ -385,11 +351,7 @@ class FineTuning:
     return {name: rows for name, rows in named.items() if rows is not None}
 
   def _check_rows(self, stored: Mapping[str, Any]) -> None:
-    """Check that the reference of a checkpoint is of the rows of this start.
-
-    Raises:
-      ConfigError: it is of others, or does not say of which.
-    """
+    """Check that the reference of a checkpoint is of the rows of this start."""
     sections.require(
       stored.get("rows_digest") == self._rows_digest,
       "train.tokens_per_row",
@@ -404,9 +366,6 @@ class FineTuning:
 
     It is computed once and stored with each checkpoint. So it stays the same
     bits, and the parameters before training are not needed again.
-
-    Args:
-      stored: by the checkpoint that this start continues from.
     """
     parts = self._parts()
     if stored is None:
@@ -448,7 +407,6 @@ def train(
       and in which shapes. The section of the recipe says how.
     workdir: directory of this training alone.
     recipe_of: returns the recipe, and the setup of the model that it trains.
-    source: the source of the examples; None is the dataset of `task.dataset`.
 
   Raises:
     ConfigError: a setting is wrong, or the examples or the workdir cannot be

@@ -57,8 +57,6 @@ class BatchLoader(Generic[Prepared]):
     """Create a loader of the batches of steps first_step to end_step - 1.
 
     Args:
-      buffer: from which the groups are taken.
-      prepare: makes a batch of the groups of a step.
       first_step: the first step that has not taken its batch.
       end_step: the number of steps of the run.
       new_condition: makes the condition; on another clock, of another kind.

@@ -48,8 +48,6 @@ class Microbatch:
       of the state after each token; logprobs and entropies are then 0.
     batch: the packed arrays. `batch.fields` holds what the stages before the
       update added.
-    totals: the `minibatch_totals` of the whole minibatch.
-    policy_version: the version of the weights before the train step.
     minibatch: how many updates the train step has made before: the index of the
       minibatch, plus the number of minibatches for each earlier epoch.
   """
@@ -96,9 +94,6 @@ def minibatch_totals(batch: packing.PackedBatch) -> Sums:
   """Count the loss tokens of a minibatch, and the trajectories that have some.
 
   Losses divide by these counts.
-
-  Args:
-    batch: one minibatch, [K, B, T] arrays.
 
   Returns:
     `num_loss_tokens`, the number of tokens in `loss_mask`, and
@@ -211,10 +206,6 @@ def behavior_correction(
   """Return the weights of `corrections`, 0 for tokens that are left out.
 
   Args:
-    level: as in `corrections.behavior_weights`.
-    floor: as in `corrections.behavior_weights`.
-    cap: as in `corrections.behavior_weights`.
-    cap_mode: as in `corrections.behavior_weights`.
     has_second_moment: leave out the tokens that `stages.second_moment_stage`
       has found.
     sequence_kl_bound: as in `corrections.within_sequence_kl`; 0 keeps all.
@@ -283,9 +274,6 @@ def policy_loss(
   decoupled PPO of AReaL, arXiv:2505.24298 eq. 5.
 
   Args:
-    objective: O, of the microbatch and the logprobs of the anchor.
-    correction: w, of the microbatch and the proximal logprobs.
-    average: of the minibatch.
     proximal: returns the proximal logprobs of a microbatch. It is one of
       `PROXIMAL_MODES`.
     is_coupled: whether the anchor is the behavior policy. It is the proximal
@@ -328,12 +316,8 @@ def with_penalties(
   left out.
 
   Args:
-    loss: L.
-    average: of the minibatch.
     kl_coef: coefficient of the divergence from the reference, whose logprobs
       `stages.reference_stage` adds to the batch.
-    kl_estimator: of the divergence.
-    entropy_coef: coefficient of the entropy of the policy's distributions.
     kl_in_reward: the divergence is a part of the advantages already, and is
       only measured here.
   """

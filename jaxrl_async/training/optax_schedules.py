@@ -22,7 +22,6 @@ def of_entry(path: str, value: float, entry: Mapping[str, Any]) -> Schedule:
   """Return the schedule that an entry of a config describes.
 
   Args:
-    path: of the entry, for messages.
     value: of the field that has the schedule. Unless the entry says otherwise,
       a schedule with a peak rises from 0 to this value, and any other starts
       with it.

@@ -179,8 +179,6 @@ def plan(
     groups: the groups; their trajectories are packed in order, group by group.
     advantages: one advantage per trajectory, or for each an array with one per
       token.
-    tokens_per_row: length of a row. The longest trajectory must fit into it.
-    rows_per_microbatch: rows of one forward and backward pass.
     num_minibatches: number of optimizer steps. Trajectories, not groups, are
       dealt to minibatches: an equal number to each, the longest completion
       first, each to the minibatch with the fewest loss tokens.
@@ -255,8 +253,6 @@ class _Rows:
   """The row of each trajectory within its minibatch, and its place in the row.
 
   Attributes:
-    row: index of the row, counted from the first row of the minibatch.
-    column: column of the trajectory's first token.
     segment: segment id of the trajectory: 1, 2, ... along the row.
     used: for each minibatch, the number of its rows.
   """
@@ -376,8 +372,6 @@ def expected_microbatches(
   Args:
     num_trajectories: the number of trajectories of a minibatch.
     max_tokens: the longest trajectory in tokens.
-    tokens_per_row: length of a row.
-    rows_per_microbatch: rows of a microbatch.
   """
   num_rows = -(-num_trajectories // (tokens_per_row // max_tokens))
   return -(-num_rows // rows_per_microbatch)
@@ -456,15 +450,7 @@ def _first_fit(
   Int[np.ndarray, "trajectories"],
   Int[np.ndarray, "rows"],
 ]:
-  """Pack by first-fit decreasing.
-
-  The longest trajectory comes first. Each goes into the first row that has room
-  for it.
-
-  Returns:
-    The row, the column of the first token and the segment id of each
-    trajectory, and the number of tokens in each row.
-  """
+  """Pack by first-fit decreasing."""
   row = np.zeros_like(lengths)
   column = np.zeros_like(lengths)
   segment = np.zeros_like(lengths)

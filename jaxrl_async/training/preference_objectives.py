@@ -70,11 +70,7 @@ def is_first_token(batch: packing.PackedBatch) -> Bool[Any, "*leading T"]:
 
 
 def digest(*parts: packing.PackedBatch) -> str:
-  """Return what differs if a trajectory or its place in the rows does.
-
-  Args:
-    *parts: results of `pack_pairs`, in host memory.
-  """
+  """Return what differs if a trajectory or its place in the rows does."""
   found = hashlib.sha256()
   for rows in parts:
     for array in (
@@ -108,7 +104,6 @@ def margins(
   """Return by how much the value of the chosen one is larger.
 
   Args:
-    batch: rows of pairs.
     values: what is compared, at the first token of each trajectory.
 
   Returns:

@@ -36,10 +36,6 @@ def moved(
 
   With decay 0 the reference is replaced, which is the hard update of TR-DPO
   (arXiv:2404.09656). With a decay it is its soft update, a moving average.
-
-  Args:
-    state: with a reference that has the policy's architecture.
-    decay: share of the reference that stays, in [0, 1).
   """
   reference = state.models[train_state.REFERENCE]
   frozen = jax.tree.map(

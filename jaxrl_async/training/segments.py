@@ -43,7 +43,6 @@ class Segments:
   """Where trajectories lie in [M, K, B, T] arrays, and what is written there.
 
   Attributes:
-    shape: of the arrays.
     starts: index of each trajectory's first token in the flattened array.
     lengths: number of tokens of each trajectory.
     segment_ids: 1, 2, ... along the row.

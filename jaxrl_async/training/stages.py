@@ -64,9 +64,6 @@ def distillation_stage(coef: ScalarLike) -> train_step.Stage:
   policy, whose logprobs are older by the staleness of the token. The stage has
   to come after `train_step.PROXIMAL_STAGE`, if that runs, and after every stage
   that makes advantages.
-
-  Args:
-    coef: the coefficient.
   """
 
   def run(given: train_step.Given) -> train_step.Fields:
@@ -88,9 +85,6 @@ def second_moment_stage(bound: ScalarLike) -> train_step.Stage:
   """Return the stage that says which tokens M2PO learns from, as 0 and 1.
 
   It has to come after `train_step.PROXIMAL_STAGE`.
-
-  Args:
-    bound: as in `corrections.within_second_moment`.
   """
   within = jax.vmap(
     functools.partial(corrections.within_second_moment, bound=bound)
@@ -118,11 +112,6 @@ def kl_in_reward_stage(
 
   This is eq. 8 of REINFORCE++, arXiv:2501.03262, for any advantage A of a
   trajectory. The stage has to come after that of the reference.
-
-  Args:
-    coef: the coefficient.
-    clip: as in `gae.kl_rewards`.
-    is_whitened: whether the result becomes `gae.whitened`.
   """
 
   def run(given: train_step.Given) -> train_step.Fields:

@@ -65,13 +65,8 @@ class Pending:
 
   Attributes:
     step: completed train steps before this one.
-    groups: the groups of the step's batch.
-    placement: where the trajectories were packed.
     sums: the outputs of the update, on the device, one value per minibatch and
       epoch.
-    learning_rate: returns the learning rate of the step.
-    times_s: seconds of the step's parts, by name.
-    programs_s: seconds of all of the step's device programs together.
     models: the architectures that the update has a backward pass through.
     peak_flops: peak matmul rate of the training slice, in FLOP/s.
   """
@@ -118,11 +113,7 @@ class Pending:
     return values, [bool(x) for x in sums["bad_updates"]]
 
   def _mfu(self) -> float:
-    """Return the model FLOPs utilisation of the step.
-
-    The FLOPs are those of the update's forward and backward passes. The time is
-    that of all programs of the step, the stages included.
-    """
+    """Return the model FLOPs utilisation of the step."""
     lengths = np.array(
       [len(t.tokens) for g in self.groups for t in g.trajectories]
     )
@@ -160,12 +151,7 @@ def _means(sums: Mapping[str, np.ndarray], count: float) -> dict[str, Any]:
 
 
 def of_groups(groups: list[types.RolloutGroup], step: int) -> dict[str, Any]:
-  """Return metrics of a batch: rewards, completion lengths and staleness.
-
-  Args:
-    groups: the groups of the step's batch.
-    step: completed train steps before this one.
-  """
+  """Return metrics of a batch: rewards, completion lengths and staleness."""
   trajectories = [t for g in groups for t in g.trajectories]
   return {
     **_reward_metrics(groups),
@@ -266,11 +252,7 @@ def _staleness_metrics(
 def _version_runs(
   versions: Int[np.ndarray, "T"],
 ) -> tuple[Int[np.ndarray, "R"], Int[np.ndarray, "R"]]:
-  """Return the versions of generated tokens run by run, and the runs' lengths.
-
-  Args:
-    versions: of all tokens; -1 for those that were not generated.
-  """
+  """Return versions of generated tokens, not -1, and lengths, run by run."""
   edges = np.flatnonzero(versions[1:] != versions[:-1]) + 1
   begins = np.concatenate([[0], edges])
   lengths = np.concatenate([edges, [len(versions)]]) - begins

@@ -58,8 +58,6 @@ class Trainer:
   which program comes next; `run.follower` then calls the same method there.
 
   Attributes:
-    state: the train state.
-    world: the processes that train together.
     has_base: whether the policy has such a base.
 
   Threads: all methods belong to the thread that trains, except `prepare`. That
@@ -90,27 +88,15 @@ class Trainer:
     """Set up the programs without allocating or compiling anything.
 
     Args:
-      mesh: the mesh of the training slice.
-      rules: which mesh axes split which logical axes.
       models: the settings of each model of the train state, by name. The policy
         is `train_state.POLICY`. Only it and a critic, `train_state.CRITIC`,
         can be trained.
       forward: settings of the policy's forward pass. The other models use the
         same settings with their own architecture.
-      loss: the loss to minimise.
-      stages: the stages that run before the updates of a step, in this order.
       batch: how groups are packed into arrays.
-      critic: how the critic is trained; None without one.
       movement: when the reference moves; None if it stays or is not there.
       num_steps: train steps of the run. A decaying learning rate ends there.
-      decay: ratio of the final learning rate to the peak.
-      rollout_dtype: dtype of the weights that `published` returns.
-      rollout_weights: whether the matrices of these weights are quantised.
-      busy: the clock that records when the devices are busy.
       world: the processes that train together; None is this one alone.
-
-    Raises:
-      ValueError: as `train_state.check_models`.
     """
     train_state.check_models(models)
     self.world = world or world_lib.alone()
@@ -349,7 +335,6 @@ class Trainer:
     """Compute advantages, pack the groups and move them to the device.
 
     Args:
-      groups: those of one train step.
       step: train steps that are completed before this one. Only schedules of
         the numbers that shape rewards read it.
     """
@@ -404,7 +389,6 @@ class Trainer:
 
     Args:
       step: completed train steps, which is the policy version of the weights.
-      batch: the result of `prepare`.
     """
     self.world.tell("step", step=step)
     sums, times = self.run_programs(step, batch.arrays)

@@ -32,11 +32,6 @@ class ReasoningGym:
   A hash of a question's text decides which split it belongs to, independently
   of the seed. No held-out question is therefore ever trained on; see
   `questions`.
-
-  Attributes:
-    name: name of the dataset.
-    params: parameters of the dataset.
-    seed: seed of the run.
   """
 
   name: str
@@ -188,11 +183,7 @@ class QuestionStream:
     """Start the processes that make the items; see `questions`.
 
     Args:
-      dataset: name of a dataset of reasoning-gym.
-      params: parameters of the dataset.
-      seed: seed of the run.
       split: the split to make. Questions of other splits become None.
-      first_index: index of the first item.
       num_processes: number of processes. Of n processes, each makes every n-th
         item.
     """

@@ -134,10 +134,6 @@ def plain(value: Any, where: str) -> Any:
 
   Dates and times become ISO 8601 texts, and decimal numbers texts.
 
-  Args:
-    value: of a column.
-    where: place of the row, for the message.
-
   Raises:
     RowError: the value is of another type, such as an image's bytes.
   """

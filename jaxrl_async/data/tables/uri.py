@@ -76,7 +76,6 @@ def parse(field: str, text: str) -> Uri:
   """Return the parts of a URI.
 
   Args:
-    field: of the config, for the message.
     text: the URI. A name without a colon is a dataset of reasoning-gym.
 
   Raises:
