@@ -44,21 +44,6 @@ NORMALIZED_RETURNS = "normalized_returns"
 NUM_FIELDS = 7
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Critic:
-  """How a critic is trained beside the policy.
-
-  Attributes:
-    trunk: the layers that its values are computed from.
-    warmup_steps: train steps of the run in which the policy does not learn.
-    normalize_decay: as in `CriticSection`.
-  """
-
-  trunk: sections.CriticTrunk
-  warmup_steps: int
-  normalize_decay: float
-
-
 def first_params(
   settings: train_state.ModelSettings, policy: transformer.Params
 ) -> transformer.Params:
@@ -231,7 +216,7 @@ def with_value_loss(
 
 
 def update(
-  critic: Critic,
+  critic: sections.CriticSection,
   forwards: Mapping[str, train_step.ForwardSettings],
   loss: objectives.Loss,
   diagnostic: objectives.Diagnostic,

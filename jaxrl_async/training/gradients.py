@@ -18,13 +18,6 @@ from jaxrl_async.training import train_state
 Metrics = dict[str, jax.Array]
 
 
-def _in_memory_of(tree: Any, like: Any) -> Any:
-  """Move each array to the memory space of its counterpart in `like`."""
-  return jax.tree.map(
-    lambda x, y: jax.device_put(x, jax.typeof(y).memory_space), tree, like
-  )
-
-
 def apply(
   optimizers: train_state.Optimizers,
   state: train_state.TrainState,
@@ -75,12 +68,12 @@ def _stepped(
   is_good: Bool[Array, ""],
 ) -> train_state.ModelState:
   """Return one model after an optimizer step, or unchanged unless `is_good`."""
-  before = jax.device_put(state.opt_state, jax.memory.Space.Device)
+  before = train_state.on_device(state.opt_state)
   # Optax multiplies floats by its int32 step count. The strict dtype promotion
   # of the tests forbids that.
   with jax.numpy_dtype_promotion("standard"):
     updates, after = optimizer.update(gradients, before, state.trainable)
-  trainable, opt_state = _in_memory_of(
+  trainable, opt_state = train_state.in_memory_of(
     jax.tree.map(
       lambda new, old: jnp.where(is_good, new, old),
       (optax.apply_updates(state.trainable, updates), after),

@@ -86,48 +86,17 @@ class PackedBatch(NamedTuple):
     return self._replace(**own, fields={**self.fields, **further})
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Placement:
-  """Where each trajectory was packed, in the order of `pack`'s input.
-
-  The arrays stay on the host.
-
-  Attributes:
-    starts: index of each trajectory's first token in the flattened packed
-      array. `np.unravel_index` gives minibatch, microbatch, row and column.
-    lengths: number of tokens of each trajectory.
-    shape: shape of the packed arrays.
-  """
-
-  starts: Int[np.ndarray, "trajectories"]
-  lengths: Int[np.ndarray, "trajectories"]
-  shape: tuple[int, int, int, int]
-
-  @property
-  def pack_efficiency(self) -> float:
-    """Share of tokens that are not padding, in the microbatches in use."""
-    per_microbatch = self.shape[2] * self.shape[3]
-    num_used = len(np.unique(self.starts // per_microbatch))
-    return float(self.lengths.sum() / (num_used * per_microbatch))
-
-
 def pack(
   groups: list[RolloutGroup],
   advantages: Advantages,
   **settings: Any,
-) -> tuple[PackedBatch, Placement]:
+) -> tuple[PackedBatch, segments_lib.Segments]:
   """Pack all trajectories of the groups, deterministically.
 
-  Args:
-    groups: as in `plan`.
-    advantages: as in `plan`.
-    **settings: the other arguments of `plan`.
-
-  Returns:
-    The packed arrays, and where each trajectory is in them.
+  The arguments are those of `plan`.
   """
   segments = plan(groups, advantages, **settings)
-  return packed_batch(dict(segments.filled())), placement(segments)
+  return packed_batch(dict(segments.filled())), segments
 
 
 def without_overlong(groups: list[RolloutGroup]) -> list[RolloutGroup]:
@@ -153,13 +122,6 @@ def packed_batch(arrays: Mapping[str, Any]) -> PackedBatch:
   own = {name: arrays[name] for name in segments_lib.ARRAYS}
   fields = {name: x for name, x in arrays.items() if name not in own}
   return PackedBatch(**own, fields=fields)
-
-
-def placement(segments: segments_lib.Segments) -> Placement:
-  """Return where each trajectory lies in the packed arrays."""
-  return Placement(
-    starts=segments.starts, lengths=segments.lengths, shape=segments.shape
-  )
 
 
 def plan(
@@ -385,13 +347,13 @@ def num_used_microbatches(
 
 
 def unpack(
-  packed: Shaped[Any, "M K B T"], placement: Placement
+  packed: Shaped[Any, "M K B T"], segments: segments_lib.Segments
 ) -> list[np.ndarray]:
   """Return one array per trajectory, in the order of `pack`'s input."""
   flat = np.asarray(packed).reshape(-1)
   return [
     flat[start : start + length]
-    for start, length in zip(placement.starts, placement.lengths, strict=True)
+    for start, length in zip(segments.starts, segments.lengths, strict=True)
   ]
 
 

@@ -63,6 +63,13 @@ class Segments:
     """The names of all arrays, further fields last."""
     return [*ARRAYS, *(name for name in self.values if name not in ARRAYS)]
 
+  @property
+  def pack_efficiency(self) -> float:
+    """Share of tokens that are not padding, in the microbatches in use."""
+    per_microbatch = self.shape[2] * self.shape[3]
+    num_used = len(np.unique(self.starts // per_microbatch))
+    return float(self.lengths.sum() / (num_used * per_microbatch))
+
   def of_rows(self, rows: Sequence[int]) -> "Segments":
     """Return those segments that lie in these rows of a microbatch."""
     row = self.starts // self.shape[3] % self.shape[2]

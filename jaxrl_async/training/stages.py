@@ -15,7 +15,6 @@ from jaxrl_async.algorithms import distillation
 from jaxrl_async.algorithms import gae
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.training import objectives
-from jaxrl_async.training import reference as reference_lib
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
@@ -30,7 +29,7 @@ def reference_stage() -> train_step.Stage:
   def run(given: train_step.Given) -> train_step.Fields:
     settings, params, batch, _ = given
     name = train_state.REFERENCE
-    model = reference_lib.on_device(params[name])
+    model = train_state.on_device(params[name])
     logprobs = train_step.batch_logprobs(settings[name], model, batch)
     return {objectives.REFERENCE: logprobs}
 

@@ -17,7 +17,6 @@ from jaxrl_async.algorithms import answer_statistics
 from jaxrl_async.models import configs
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.training import packing
 
 # Sums over the loss tokens, and the names of the metrics that are their means.
 _MEANS = {
@@ -73,7 +72,8 @@ class Pending:
 
   step: int
   groups: list[types.RolloutGroup]
-  placement: packing.Placement
+  pack_efficiency: float
+  num_epochs: int
   sums: Mapping[str, jax.Array]
   learning_rate: Callable[[], Any]
   times_s: dict[str, float]
@@ -93,7 +93,7 @@ class Pending:
       "policy/grad_norm": sums["grad_norm"].mean(),
       "policy/lr": float(self.learning_rate()),
       "train/mfu": self._mfu(),
-      "train/pack_efficiency": self.placement.pack_efficiency,
+      "train/pack_efficiency": self.pack_efficiency,
       "train/bad_updates": sums["bad_updates"].sum(),
       **{f"time/{name}": value for name, value in self.times_s.items()},
     }
@@ -117,9 +117,7 @@ class Pending:
     lengths = np.array(
       [len(t.tokens) for g in self.groups for t in g.trajectories]
     )
-    num_minibatches = self.placement.shape[0]
-    num_epochs = len(self.sums["loss"]) // num_minibatches
-    flops = num_epochs * sum(
+    flops = self.num_epochs * sum(
       matmul_rate.model_flops(model, lengths) for model in self.models
     )
     return flops / self.programs_s / self.peak_flops

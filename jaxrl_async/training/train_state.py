@@ -311,6 +311,39 @@ def _moments_sharding(
   return jax.tree_util.tree_map_with_path(like_param, model.opt_state)
 
 
+def in_memory_of(tree: Any, like: Any) -> Any:
+  """Move each array to the memory space of its counterpart in `like`."""
+  return jax.tree.map(
+    lambda x, y: jax.device_put(x, jax.typeof(y).memory_space), tree, like
+  )
+
+
+def on_device(params: Any) -> Any:
+  """Return parameters that may be in host memory, in that of the device."""
+  return jax.device_put(params, jax.memory.Space.Device)
+
+
+def with_moved_reference(state: TrainState, *, decay: float) -> TrainState:
+  r"""Return the state with its reference moved towards the policy.
+
+  reference = decay * reference + (1 - decay) * policy
+
+  With decay 0, of [0, 1), the reference is replaced, which is the hard update
+  of TR-DPO (arXiv:2404.09656). With a decay it is its soft update, a moving
+  average.
+  """
+
+  def mixed(old: jax.Array, new: jax.Array) -> jax.Array:
+    total = decay * old.astype(jnp.float32) + (1 - decay) * new
+    return total.astype(old.dtype)
+
+  reference = state.models[REFERENCE]
+  frozen = jax.tree.map(mixed, on_device(reference.frozen), state.policy.params)
+  frozen = in_memory_of(frozen, reference.frozen)
+  after = dataclasses.replace(reference, frozen=frozen)
+  return TrainState(models={**state.models, REFERENCE: after})
+
+
 def check_models(models: Mapping[str, ModelSettings]) -> None:
   """Check that a trainer can train these models."""
   policy = models.get(POLICY)

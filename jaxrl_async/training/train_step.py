@@ -353,13 +353,7 @@ def of_batch(
 
 
 def logprobs_stage(name: str, *, model: str, field: str) -> Stage:
-  """Return a stage that adds the logprobs of all tokens under one model.
-
-  Args:
-    name: name of the stage.
-    model: name of the model in the train state.
-    field: name of the batch field that holds the logprobs.
-  """
+  """Return a stage that adds the logprobs of all tokens under one model."""
 
   def run(given: Given) -> Fields:
     settings, params, batch, _ = given

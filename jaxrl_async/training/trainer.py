@@ -32,7 +32,6 @@ from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import publishing
-from jaxrl_async.training import reference as reference_lib
 from jaxrl_async.training import segments as segments_lib
 from jaxrl_async.training import step_metrics
 from jaxrl_async.training import train_state
@@ -44,7 +43,7 @@ class PreparedBatch:
   """The groups of one train step, packed and on the device."""
 
   groups: list[types.RolloutGroup]
-  placement: packing.Placement
+  segments: segments_lib.Segments
   arrays: packing.PackedBatch
 
 
@@ -76,8 +75,9 @@ class Trainer:
     loss: objectives.Loss,
     stages: Sequence[train_step.Stage],
     batch: packing.BatchSettings,
-    critic: critic_lib.Critic | None = None,
-    movement: reference_lib.Movement | None = None,
+    critic: sections.CriticSection | None = None,
+    reference_every: int = 0,
+    reference_decay: float = 0.0,
     num_steps: int,
     decay: float,
     rollout_dtype: str,
@@ -94,7 +94,9 @@ class Trainer:
       forward: settings of the policy's forward pass. The other models use the
         same settings with their own architecture.
       batch: how groups are packed into arrays.
-      movement: when the reference moves; None if it stays or is not there.
+      reference_every: train steps between two moves of the reference; 0 leaves
+        it where it is.
+      reference_decay: as in `train_state.with_moved_reference`.
       num_steps: train steps of the run. A decaying learning rate ends there.
       world: the processes that train together; None is this one alone.
     """
@@ -150,12 +152,19 @@ class Trainer:
       )
       for stage in [train_step.PROXIMAL_STAGE, *self._stages]
     }
-    self._movement = movement
+    self._reference_every = reference_every
+    self._move_reference = jax.jit(
+      functools.partial(
+        train_state.with_moved_reference, decay=reference_decay
+      ),
+      donate_argnums=0,
+      out_shardings=self._state_sharding,
+    )
     self._make_update_programs(loss, critic)
     self._make_publish_programs(layout, rollout_dtype, rollout_weights)
 
   def _make_update_programs(
-    self, loss: objectives.Loss, critic: critic_lib.Critic | None
+    self, loss: objectives.Loss, critic: sections.CriticSection | None
   ) -> None:
     """Set up the programs that change the train state."""
     update = (
@@ -173,10 +182,6 @@ class Trainer:
       donate_argnums=0,
       out_shardings=(self._state_sharding, self._replicated),
     )
-    if self._movement is not None:
-      self._move_reference = reference_lib.make_program(
-        self._movement, self._state_sharding
-      )
 
   def _make_publish_programs(
     self,
@@ -277,7 +282,7 @@ class Trainer:
       )
       if name in [stage.name for stage in self._stages]:
         trained = trained.with_arrays(made)
-    if self._movement is not None:
+    if self._reference_every:
       programs.append(
         aot.Program(
           name="move_reference",
@@ -347,7 +352,7 @@ class Trainer:
     self._tell_parts("batch", segments)
     return PreparedBatch(
       groups=groups,
-      placement=packing.placement(segments),
+      segments=segments,
       arrays=self.placed(segments),
     )
 
@@ -395,7 +400,8 @@ class Trainer:
     return step_metrics.Pending(
       step=step,
       groups=batch.groups,
-      placement=batch.placement,
+      pack_efficiency=batch.segments.pack_efficiency,
+      num_epochs=self.batch_settings.num_epochs,
       sums=sums,
       learning_rate=functools.partial(
         self._schedule, max(step * self._num_updates - self._waits, 0)
@@ -432,7 +438,7 @@ class Trainer:
       self.state, sums = self._update(self.state, arrays, np.int32(step))
       jax.block_until_ready(sums)
     times["update_s"] = time.perf_counter() - start_s
-    if self._movement is not None and self._movement.is_due(step + 1):
+    if self._reference_every and (step + 1) % self._reference_every == 0:
       with self._busy.record("reference"):
         self.state = jax.block_until_ready(self._move_reference(self.state))
     return sums, times
@@ -447,7 +453,7 @@ class Trainer:
     )
     self._tell_parts("logprobs", segments)
     logprobs = self.logprobs_of(self.placed(segments))
-    return packing.unpack(logprobs, packing.placement(segments))
+    return packing.unpack(logprobs, segments)
 
   def logprobs_of(self, batch: packing.PackedBatch) -> np.ndarray:
     """Return the logprobs of all tokens of a batch, [M, K, B, T]."""
