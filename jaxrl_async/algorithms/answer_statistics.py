@@ -75,9 +75,6 @@ def bootstrap_intervals(
   As many questions are drawn with replacement, 2,000 times, and all statistics
   with the same draws.
   Answers to one question are not independent, so whole questions are drawn.
-
-  Returns:
-    The lower and the upper end for each statistic; NaN without any value.
   """
   num_statistics, num_questions = values.shape
   rng = np.random.default_rng(seed)

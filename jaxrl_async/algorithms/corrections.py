@@ -87,9 +87,6 @@ def within_second_moment(
   The paper takes the policy of each update in place of pi_prox. This one is
   known before the first update, so that the choice is made once in a train
   step, for each minibatch as a whole.
-
-  Returns:
-    A mask, which is False outside loss_mask.
   """
   log_ratio = jnp.where(loss_mask, proximal_logprobs - behavior_logprobs, 0)
   advantages = jnp.where(loss_mask, advantages, 0)
@@ -126,9 +123,6 @@ def within_sequence_kl(
 
   A token is left out where A_t < 0 and the mean over its trajectory of
   log(pi_behav / pi_theta) > bound.
-
-  Returns:
-    A mask, which is False outside loss_mask.
   """
   log_ratio = jnp.where(
     loss_mask, behavior_logprobs - lax.stop_gradient(logprobs), 0

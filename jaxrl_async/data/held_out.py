@@ -85,9 +85,6 @@ def check_number(
 
   Returns:
     The questions, or none if time was up.
-
-  Raises:
-    sections.ConfigError: the split has fewer.
   """
   end_s = time.monotonic() + patience_s
 
@@ -129,9 +126,6 @@ def load_or_make(
   Args:
     note: called with a message if stored questions cannot be used, or if the
       file cannot be written. Neither ends the run.
-
-  Raises:
-    sections.ConfigError: the split has fewer distinct questions.
   """
   task = source.task
   made_from = {

@@ -60,12 +60,7 @@ class PromptSource:
     return source, f"{source}/{split}/{item.get('index')}"
 
   def prompt(self, split: str, item: dict[str, Any]) -> types.Prompt:
-    """Return the prompt of an item, without checking its length.
-
-    Raises:
-      sections.ConfigError: the item lacks an entry, or its prompt cannot be
-        filled in or tokenized.
-    """
+    """Return the prompt of an item, without checking its length."""
     name = self.items.name
     if missing := {"index", "question"} - item.keys():
       raise sections.ConfigError(
@@ -298,9 +293,6 @@ def validate_task(source: PromptSource) -> list[types.Prompt]:
   """Check source, template and alphabet on a few prompts, and return them.
 
   There are more of them if they can be had without waiting, as rows of files.
-
-  Raises:
-    sections.ConfigError: one of them is wrong. The message says what to change.
   """
   source.items.check()
   PromptStream(source, source_lib.Split.EVAL)  # raises if the split is missing

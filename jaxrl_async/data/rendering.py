@@ -85,11 +85,7 @@ def check_chat(
 def messages_of(
   style: Style, item: Mapping[str, Any], source: str
 ) -> list[dict[str, Any]]:
-  """Return the messages of an item's chat, up to the answer.
-
-  Raises:
-    sections.ConfigError: the template cannot be filled in.
-  """
+  """Return the messages of an item's chat, up to the answer."""
   if "messages" in item:
     messages = list(item["messages"])
   else:
@@ -101,12 +97,7 @@ def messages_of(
 
 
 def render(template: str, item: Mapping[str, Any], source_name: str) -> str:
-  """Fill in the template with the question and the item's metadata.
-
-  Raises:
-    sections.ConfigError: the template uses a field that the item does not have,
-      or it cannot be filled in.
-  """
+  """Fill in the template with the question and the item's metadata."""
   fields = {**item.get("metadata", {}), "question": item["question"]}
   try:
     for root in named_fields(template):

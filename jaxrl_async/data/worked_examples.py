@@ -294,10 +294,7 @@ def _end_where_next_begins(
 def _length_to_end(
   tokens: Int32[np.ndarray, "_"], tokenizer: tokenizer_lib.Tokenizer
 ) -> int:
-  """Return the length of a beginning that is an end token after spaces.
-
-  It is 0 if there is none.
-  """
+  """Return the length of a beginning that is an end token after spaces."""
   at_end = np.flatnonzero(np.isin(tokens, tokenizer.end_tokens))
   if not len(at_end) or tokenizer.decode(tokens[: at_end[0]]).strip():
     return 0
@@ -345,9 +342,6 @@ def validate(
   Args:
     scorer: the reward of the run; None accepts extracted answers alone.
     is_scored: whether solutions have to be right.
-
-  Raises:
-    sections.ConfigError: a check failed. The message says what to change.
   """
   if is_scored:
     _validate_scores(source, warm_start, scorer)

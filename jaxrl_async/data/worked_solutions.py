@@ -116,11 +116,7 @@ MESSAGES = "messages"
 
 
 def check(name: str, setting: str = _SETTING) -> None:
-  """Check the form of a solver's name, without importing anything.
-
-  Raises:
-    sections.ConfigError: it is none of the forms.
-  """
+  """Check the form of a solver's name, without importing anything."""
   place, has_colon, rest = name.partition(":")
   known = (*SOLVERS, MESSAGES)
   if name in known or (has_colon and place and rest):
@@ -133,11 +129,7 @@ def check(name: str, setting: str = _SETTING) -> None:
 
 
 def check_pair(section: sections.PreferenceSection) -> None:
-  """Check the names of the two completions, without importing anything.
-
-  Raises:
-    sections.ConfigError: one of them is wrong, or both are the same column.
-  """
+  """Check the names of the two completions, without importing anything."""
   names = [getattr(section, side) for side in sections.PREFERENCE_SIDES]
   for side, name in zip(sections.PREFERENCE_SIDES, names, strict=True):
     path = f"preference.{side}"
@@ -156,11 +148,7 @@ def check_pair(section: sections.PreferenceSection) -> None:
 
 
 def find(name: str, corrupted_frac: float, setting: str = _SETTING) -> Solver:
-  """Return the solver of a name.
-
-  Raises:
-    sections.ConfigError: there is none.
-  """
+  """Return the solver of a name."""
   check(name, setting)
   if name in SOLVERS:
     return functools.partial(SOLVERS[name], corrupted_frac=corrupted_frac)

@@ -23,11 +23,7 @@ def fine_tune(
   *,
   source: source_lib.Source | None = None,
 ) -> dict[str, Any]:
-  """Start or continue a supervised fine-tuning, and return its summary.
-
-  The arguments and exceptions are those of `supervised.train`, with the section
-  `warm_start`.
-  """
+  """Start or continue a supervised fine-tuning, and return its summary."""
   section = config.warm_start
   sections.require(
     section.num_steps > 0, "warm_start.num_steps", "0 trains nothing; use more"

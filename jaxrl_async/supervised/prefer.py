@@ -34,11 +34,7 @@ def prefer(
   *,
   source: source_lib.Source | None = None,
 ) -> dict[str, Any]:
-  """Start or continue a training on preferences, and return its summary.
-
-  The arguments and exceptions are those of `supervised.train`, with the section
-  `preference`.
-  """
+  """Start or continue a training on preferences, and return its summary."""
   config_checks.check_preference(config)
   return supervised.train(config, workdir, _recipe, source=source)
 
@@ -60,11 +56,7 @@ def _recipe(
 
 
 def starting_policy(setup: setup_lib.Setup) -> transformer.Params:
-  """Return the policy that training starts from, without adapters.
-
-  Raises:
-    ConfigError: `warm_start.checkpoint` or `model.name` has no such parameters.
-  """
+  """Return the policy that training starts from, without adapters."""
   checkpoint = setup.config.warm_start.checkpoint
   if checkpoint:
     return initial_params.load(checkpoint, setup)

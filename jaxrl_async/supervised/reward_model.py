@@ -55,11 +55,7 @@ def train(
   *,
   source: source_lib.Source | None = None,
 ) -> dict[str, Any]:
-  """Start or continue the training of a reward model.
-
-  The arguments, the result and the exceptions are those of `supervised.train`,
-  with the section `preference`.
-  """
+  """Start or continue the training of a reward model."""
   config_checks.check_preference(config)
   return supervised.train(config, workdir, _recipe, source=source)
 
@@ -153,11 +149,7 @@ class Scorer:
   """
 
   def __init__(self, config: sections.Config, workdir: pathlib.Path):
-    """Read the model.
-
-    Raises:
-      ConfigError: there is no such model.
-    """
+    """Read the model."""
     continued_settings.check_file(config, workdir)
     self.setup = _with_scalar_head(setup_lib.resolve(config, jax.devices()))
     self._params = load(self.setup, workdir)
@@ -198,11 +190,7 @@ class Scorer:
 
 
 def load(setup: setup_lib.Setup, workdir: pathlib.Path) -> transformer.Params:
-  """Return the parameters of a trained reward model, on the training slice.
-
-  Raises:
-    ConfigError: there is none, or one of another shape.
-  """
+  """Return the parameters of a trained reward model, on the training slice."""
   path = workdir / supervised.PARAMS
   sections.require(
     checkpoint.latest(path) is not None,

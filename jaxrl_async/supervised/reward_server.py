@@ -60,12 +60,7 @@ class _Server(http_server.ThreadingHTTPServer):
     )
 
   def scores(self, body: bytes) -> list[float]:
-    """Return the score of each completion of a request.
-
-    Raises:
-      _Refusal: the request cannot be scored.
-      CancelledError: the server ends.
-    """
+    """Return the score of each completion of a request."""
     examples = self._examples(body)
     if not examples:
       return []
@@ -149,9 +144,6 @@ def serve(
 
   Args:
     port: 0 takes a free one.
-
-  Raises:
-    ConfigError: there is no such model, or one of steps.
   """
   sections.require(
     config.preference.reward_loss is sections.RewardLoss.BRADLEY_TERRY,

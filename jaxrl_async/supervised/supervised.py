@@ -294,7 +294,6 @@ class FineTuning:
         "metrics": self._writer.state(),
         "reference": self._reference,
         "rows_digest": self._rows_digest,
-        "data": self._versions(),
         "config": config_json.to_stored(self._setup.config),
       },
       [],
@@ -323,12 +322,6 @@ class FineTuning:
       then, self._setup.config, self._workdir, has_outstanding=False
     )
     if self._recipe.needs_reference:
-      sections.require(
-        stored["data"] == self._versions(),
-        "task.dataset",
-        f"the data has changed since the checkpoint in {self._workdir} was"
-        " written, which has reference logprobs of it; use an empty workdir",
-      )
       dtype = self._setup.config.model.compute_dtype
       sections.require(
         dtype == then.model.compute_dtype,
@@ -342,9 +335,6 @@ class FineTuning:
       checkpoint.make_ready(self._directory)
     return step, stored
 
-  def _versions(self) -> dict[str, str]:
-    return dict(self._setup.source.versions)
-
   def _parts(self) -> dict[str, packing.PackedBatch]:
     """Return the train rows, and the held-out ones if there are any."""
     named = {"train": self._rows, "held_out": self._held_out}
@@ -353,12 +343,12 @@ class FineTuning:
   def _check_rows(self, stored: Mapping[str, Any]) -> None:
     """Check that the reference of a checkpoint is of the rows of this start."""
     sections.require(
-      stored.get("rows_digest") == self._rows_digest,
+      stored["rows_digest"] == self._rows_digest,
       "train.tokens_per_row",
       f"the checkpoint in {self._workdir} has reference logprobs of other rows"
-      " of pairs, or does not say of which; use what it was written with, which"
-      " is train.tokens_per_row, eval.sets and the functions of"
-      " preference.chosen and preference.rejected, or an empty workdir",
+      " of pairs; use what it was written with, which is the data,"
+      " train.tokens_per_row, eval.sets and the functions of preference.chosen"
+      " and preference.rejected, or an empty workdir",
     )
 
   def _add_reference(self, stored: Mapping[str, Any] | None) -> None:

@@ -9,6 +9,7 @@ only measured, so that they are the same for every loss.
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 
 import jax
 from jax import numpy as jnp
@@ -94,10 +95,6 @@ def minibatch_totals(batch: packing.PackedBatch) -> Sums:
   """Count the loss tokens of a minibatch, and the trajectories that have some.
 
   Losses divide by these counts.
-
-  Returns:
-    `num_loss_tokens`, the number of tokens in `loss_mask`, and
-    `num_trajectories`.
   """
   mask = batch.loss_mask
   # A trajectory counts at its first loss token: the last one before it in the
@@ -114,10 +111,7 @@ def minibatch_totals(batch: packing.PackedBatch) -> Sums:
 
 
 def loglinear(micro: Microbatch) -> Float[Array, "B T"]:
-  """Return proximal logprobs by log-linear interpolation.
-
-  See `losses.loglinear_proximal_logprobs`.
-  """
+  """Return proximal logprobs by log-linear interpolation."""
   return losses.loglinear_proximal_logprobs(
     micro.logprobs,
     micro.batch.behavior_logprobs,
@@ -181,15 +175,13 @@ def gspo(*, clip_low: ScalarLike, clip_high: ScalarLike) -> TokenObjective:
   def objective(
     micro: Microbatch, anchor_logprobs: Float[Array, "B T"]
   ) -> losses.Objective:
-    return losses.gspo_objective(
-      micro.logprobs,
-      anchor_logprobs,
-      micro.batch.advantages,
-      micro.batch.loss_mask,
+    of_tokens = functools.partial(
+      losses.gspo_objective,
       clip_low=clip_low,
       clip_high=clip_high,
       sequence_sum=micro.segment_sum,
     )
+    return per_token(of_tokens)(micro, anchor_logprobs)
 
   return objective
 

@@ -26,9 +26,6 @@ def of_entry(path: str, value: float, entry: Mapping[str, Any]) -> Schedule:
       a schedule with a peak rises from 0 to this value, and any other starts
       with it.
     entry: `schedule`, a name of `algorithm_section.SCHEDULES`, and arguments.
-
-  Raises:
-    ConfigError: Optax does not take these arguments.
   """
   arguments = {
     name: _boundaries(path, x) if isinstance(x, dict) else x

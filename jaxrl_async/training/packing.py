@@ -91,10 +91,7 @@ def pack(
   advantages: Advantages,
   **settings: Any,
 ) -> tuple[PackedBatch, segments_lib.Segments]:
-  """Pack all trajectories of the groups, deterministically.
-
-  The arguments are those of `plan`.
-  """
+  """Pack all trajectories of the groups, deterministically."""
   segments = plan(groups, advantages, **settings)
   return packed_batch(dict(segments.filled())), segments
 

@@ -185,9 +185,6 @@ class SupervisedTrainer:
 
     Returns:
       Those of `update`, and "epoch", the passes over the rows after the step.
-
-    Raises:
-      WarmStartError: as in `update`.
     """
     assert self._rows is not None
     chosen = next(self._order)

@@ -37,11 +37,7 @@ def reference_stage() -> train_step.Stage:
 
 
 def base_as_reference_stage() -> train_step.Stage:
-  """Return the stage that adds the logprobs under the policy's base.
-
-  The base is the policy without its adapters, so that a reference costs no
-  memory.
-  """
+  """Return the stage that adds the logprobs under the policy's base."""
 
   def run(given: train_step.Given) -> train_step.Fields:
     settings, params, batch, _ = given

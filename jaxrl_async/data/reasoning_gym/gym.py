@@ -53,9 +53,6 @@ class ReasoningGym:
 
     Only the library knows whether the dataset exists and accepts its
     parameters. A mistake there is raised with the first question of a stream.
-
-    Raises:
-      sections.ConfigError: the name or the seed cannot be used.
     """
     questions.check(self.name, self.seed)
     start_server()
@@ -208,12 +205,7 @@ class QuestionStream:
     return self._pipes[self._turn].poll(timeout_s)
 
   def next(self) -> dict[str, Any] | None:
-    """Return the next item, or None if it belongs to another split.
-
-    Raises:
-      sections.ConfigError: the dataset or its parameters cannot be used.
-      SourceError: the dataset failed, or its process has ended.
-    """
+    """Return the next item, or None if it belongs to another split."""
     try:
       item = self._pipes[self._turn].recv()
     except (EOFError, OSError) as error:

@@ -77,9 +77,6 @@ def parse(field: str, text: str) -> Uri:
 
   Args:
     text: the URI. A name without a colon is a dataset of reasoning-gym.
-
-  Raises:
-    sections.ConfigError: it is no URI of a known kind.
   """
   kind, has_colon, place = text.partition(":")
   if not has_colon:
