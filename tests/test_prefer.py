@@ -163,17 +163,6 @@ def test_a_reference_of_other_rows_is_refused(tmp_path, start, monkeypatch):
   config.model.compute_dtype = "bfloat16"
   message = refusal(config)
   assert message.startswith("model.compute_dtype: bfloat16, but the checkpoint")
-  # A checkpoint that does not say of which rows its reference is.
-  stored = supervised.checkpoint.host_state
-
-  def without_digest(*args):
-    found = dict(stored(*args))
-    del found["rows_digest"]
-    return found
-
-  with monkeypatch.context() as patch:
-    patch.setattr(supervised.checkpoint, "host_state", without_digest)
-    assert is_of_rows(refusal(make()))
 
 
 @pytest.mark.slow

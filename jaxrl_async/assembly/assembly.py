@@ -282,30 +282,6 @@ def make_trainer(
   )
 
 
-def sft_rows(
-  setup: setup_lib.Setup, split: str, num_examples: int
-) -> tuple[packing.PackedBatch, int]:
-  """Return the packed worked solutions of a split, for supervised training.
-
-  Args:
-    setup: of the run.
-    split: of the source.
-    num_examples: number of worked solutions.
-
-  Returns:
-    The rows, and how many solutions were left out because they are too long.
-  """
-  max_tokens = setup.config.train.tokens_per_row
-  examples = worked_examples_lib.WorkedExamples(
-    prompt_source(setup),
-    dataclasses.replace(setup.config.warm_start, num_examples=num_examples),
-    max_tokens=max_tokens,
-    split=split,
-  )
-  rows = example_rows.pack_examples(examples, tokens_per_row=max_tokens)
-  return rows, examples.num_too_long
-
-
 def make_supervised_trainer(
   setup: setup_lib.Setup,
   section: sections.WarmStartSection | sections.PreferenceSection,

@@ -64,19 +64,18 @@ def _recipe(
   setup: setup_lib.Setup,
 ) -> tuple[setup_lib.Setup, supervised.Recipe]:
   if setup.config.preference.reward_loss is sections.RewardLoss.STEPS:
-    objective = reward_objectives.STEPS
-    packed = functools.partial(_packed_steps, setup)
+    objective, pack = reward_objectives.STEPS, reward_objectives.pack_steps
+    examples = functools.partial(_labelled_solutions, setup)
   else:
-    objective = reward_objectives.PAIRS
-    packed = functools.partial(
-      prefer.packed_pairs, setup, pack=reward_objectives.pack_pairs
-    )
+    objective, pack = reward_objectives.PAIRS, reward_objectives.pack_pairs
+    examples = functools.partial(prefer.pairs_of, setup)
   scored = _with_scalar_head(setup)
   return scored, supervised.Recipe(
     kind=_KIND,
     section=setup.config.preference,
     objective=objective,
-    packed=packed,
+    examples=examples,
+    pack=pack,
     first_params=lambda: _first_params(setup, scored),
   )
 
@@ -98,21 +97,16 @@ def _first_params(
   return initial_params.with_adapters(params, scored)
 
 
-def _packed_steps(
+def _labelled_solutions(
   setup: setup_lib.Setup, split: str, num_examples: int
-) -> tuple[packing.PackedBatch, list[str]]:
-  tokens_per_row = setup.config.train.tokens_per_row
-  solutions = labelled_steps.Solutions(
+) -> labelled_steps.Solutions:
+  return labelled_steps.Solutions(
     assembly.prompt_source(setup),
     setup.config.preference,
     split=split,
     num_examples=num_examples,
-    max_tokens=tokens_per_row,
+    max_tokens=setup.config.train.tokens_per_row,
   )
-  rows = reward_objectives.pack_steps(
-    list(solutions), tokens_per_row=tokens_per_row
-  )
-  return rows, [f"split {split}: {line}" for line in solutions.left_out()]
 
 
 # -- scoring ------------------------------------------------------------------

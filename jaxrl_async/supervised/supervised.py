@@ -27,6 +27,7 @@ from jaxrl_async.assembly import continued_settings
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
+from jaxrl_async.data import example_stream
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import peft_files
@@ -81,8 +82,8 @@ class Recipe:
 
   Attributes:
     kind: the beginning of the names of its metrics. A workdir is of one kind.
-    packed: returns the rows of a split with this many examples, and lines about
-      examples that were left out.
+    examples: returns so many examples of a split.
+    pack: returns rows of `tokens_per_row` tokens with a list of examples.
     first_params: returns the parameters to start from, with their adapters.
     needs_reference: rows have the field `preference_objectives.REFERENCE`, from
       the parameters before training.
@@ -91,7 +92,8 @@ class Recipe:
   kind: str
   section: sections.WarmStartSection | sections.PreferenceSection
   objective: sft.Objective
-  packed: Callable[[str, int], tuple[packing.PackedBatch, list[str]]]
+  examples: Callable[[str, int], example_stream.ExampleStream]
+  pack: Callable[..., packing.PackedBatch]
   first_params: Callable[[], transformer.Params]
   needs_reference: bool = False
 
@@ -265,9 +267,12 @@ class FineTuning:
 
   def _packed(self, split: str, num_examples: int) -> packing.PackedBatch:
     """Return the packed examples of a split, and tell what was left out."""
-    rows, lines = self._recipe.packed(split, num_examples)
-    for line in lines:
-      self._progress.note(line)
+    examples = self._recipe.examples(split, num_examples)
+    rows = self._recipe.pack(
+      list(examples), tokens_per_row=self._setup.config.train.tokens_per_row
+    )
+    for line in examples.left_out():
+      self._progress.note(f"split {split}: {line}")
     return rows
 
   # -- checkpoints ------------------------------------------------------------
