@@ -171,7 +171,7 @@ class Scorer:
       examples: one or more, none of them longer than a row.
     """
     segments = example_rows.plan(
-      [example_rows.trajectory(i, x) for i, x in enumerate(examples)],
+      examples,
       tokens_per_row=self.setup.config.train.tokens_per_row,
     )
     found = self._passes.of_tokens(

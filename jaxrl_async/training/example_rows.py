@@ -36,12 +36,13 @@ def trajectory(
 
 
 def plan(
-  trajectories: Sequence[types.Trajectory],
+  examples: Iterable[worked_examples_lib.WorkedExample],
   *,
   tokens_per_row: int,
   fields: Mapping[str, Sequence[Float[np.ndarray, "_"]]] | None = None,
 ) -> segments_lib.Segments:
-  """Decide in which row each trajectory lies."""
+  """Decide in which row each example lies."""
+  trajectories = [trajectory(i, example) for i, example in enumerate(examples)]
   return packing.plan(
     [packing.without_prompt(trajectories)],
     np.zeros((len(trajectories),), np.float32),
@@ -64,8 +65,7 @@ def pack_examples(
   examples: Iterable[worked_examples_lib.WorkedExample], *, tokens_per_row: int
 ) -> packing.PackedBatch:
   """Return the examples packed into rows, as [R, T] arrays."""
-  trajectories = [trajectory(i, example) for i, example in enumerate(examples)]
-  return rows_of(plan(trajectories, tokens_per_row=tokens_per_row))
+  return rows_of(plan(examples, tokens_per_row=tokens_per_row))
 
 
 def row_order(

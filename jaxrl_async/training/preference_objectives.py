@@ -37,11 +37,9 @@ def pack_pairs(
   The rows are those that the joined pairs would be packed into. There each of
   them is divided into its two trajectories.
   """
-  joined = [
-    example_rows.trajectory(member, pairs_lib.joined(pair))
-    for member, pair in enumerate(pairs)
-  ]
-  whole = example_rows.plan(joined, tokens_per_row=tokens_per_row)
+  whole = example_rows.plan(
+    map(pairs_lib.joined, pairs), tokens_per_row=tokens_per_row
+  )
   split = [
     example_rows.trajectory(member, example)
     for member, pair in enumerate(pairs)
