@@ -26,7 +26,7 @@ _START_LOCK = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReasoningGym:
+class ReasoningGym(source_lib.Counted):
   """The questions of one dataset.
 
   A hash of a question's text decides which split it belongs to, independently
@@ -81,21 +81,6 @@ class ReasoningGym:
   def items_per_index(self, split: str) -> float:
     """Return the share of questions that belong to a split."""
     return questions.TENTHS[source_lib.Split(split)] / 10
-
-  def num_questions(self, split: str) -> None:
-    """Return None, because only making them all would tell."""
-
-  def epochs(self, split: str, next_index: int) -> dict[str, float]:
-    """Return nothing, because there is no end of questions."""
-    return {}
-
-  def num_bad(self) -> int:
-    """Return 0, because generated questions have no rows."""
-    return 0
-
-  def describe(self) -> list[str]:
-    """Return nothing, because there are no rows to count."""
-    return []
 
 
 class _Server:
