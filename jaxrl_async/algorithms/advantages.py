@@ -51,7 +51,6 @@ def relative_advantages(
   float64 and the result is float32.
 
   Args:
-    rewards: one per trajectory.
     group_ids: which group each trajectory belongs to. Groups may differ in
       size: one that lost a trajectory is normalised over those that are left.
     num_groups: ids run from 0 to num_groups - 1; some may be absent.

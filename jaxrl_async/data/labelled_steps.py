@@ -40,9 +40,6 @@ def tokenized(
   r"""Return a solution whose loss mask is True at the last token of each step.
 
   Each step is encoded by itself, together with the "\n" after it.
-
-  Raises:
-    ValueError: a text cannot be tokenized.
   """
   parts = [(prompt.tokens, False)]
   for step in steps:

@@ -40,9 +40,6 @@ class Mixture:
 
   A split of the mixture consists of that split of the members that have it. A
   question that any member holds out is trained on by none.
-
-  Attributes:
-    weights: of each member's items among all items, in any unit.
   """
 
   members: Mapping[str, Member]

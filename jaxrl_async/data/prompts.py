@@ -128,8 +128,6 @@ class PromptStream:
     """Create a stream, which makes no items before its first use or `prefetch`.
 
     Args:
-      num_workers: how many processes may make items at the same time. 0 means
-        `task.question_workers`.
       max_barren: number of items in a row without a prompt that fits, after
         which an error is raised.
     """

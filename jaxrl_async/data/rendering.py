@@ -69,11 +69,7 @@ def check_chat(
   tokenizer: tokenizer_lib.Tokenizer,
   chat_template: chat_template_lib.ChatTemplate,
 ) -> None:
-  """Check that the template writes the whole chat of an item, if it is one.
-
-  Raises:
-    ValueError: it does not.
-  """
+  """Check that the template writes the whole chat of an item, if it is one."""
   if "messages" in item or style.chat:
     messages = messages_of(style, item, source)
     if columns_lib.TURN in item:
@@ -116,11 +112,7 @@ def render(template: str, item: Mapping[str, Any], source_name: str) -> str:
 
 
 def named_fields(template: str) -> tuple[str, ...]:
-  """Return the fields that a template names; "a.b" and "a[0]" name a.
-
-  Raises:
-    ValueError: it is no template of `str.format`.
-  """
+  """Return the fields that a template names; "a.b" and "a[0]" name a."""
   wanted = [name for _, name, _, _ in string.Formatter().parse(template)]
   roots = [name.partition(".")[0].partition("[")[0] for name in wanted if name]
   return tuple(dict.fromkeys(roots))

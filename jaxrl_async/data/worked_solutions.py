@@ -87,11 +87,7 @@ def countdown(
 def of_field(
   name: str, item: Mapping[str, Any], rng: np.random.Generator
 ) -> str:
-  """Return the text that the data has in an entry or a column.
-
-  Raises:
-    LookupError: it has no such column, or no text there.
-  """
+  """Return the text that the data has in an entry or a column."""
   del rng  # there is one solution
   metadata = item.get("metadata", {})
   solution = metadata.get(name, item.get(name))

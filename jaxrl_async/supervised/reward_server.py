@@ -141,9 +141,6 @@ def serve(
 
   A completion is encoded anew, after the prompt that this config makes of its
   item, and scored after the end token, also if it was cut off.
-
-  Args:
-    port: 0 takes a free one.
   """
   sections.require(
     config.preference.reward_loss is sections.RewardLoss.BRADLEY_TERRY,

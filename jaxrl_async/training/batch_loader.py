@@ -24,7 +24,6 @@ class Loaded(Generic[Prepared]):
   """A prepared batch and the time at which its groups were taken.
 
   Attributes:
-    batch: the result of `prepare`.
     taken_s: when the groups were taken from the buffer, in seconds of
       `time.perf_counter`.
   """

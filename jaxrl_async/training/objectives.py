@@ -70,12 +70,7 @@ class Microbatch:
 def row_sum(
   values: Float[Array, "B T"], ids: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-  """Return for each token the sum over the tokens of its row with its id.
-
-  Args:
-    values: of each token.
-    ids: 0 to T. Segment ids are such, with 0 for padding.
-  """
+  """Return for each token the sum over the tokens of its row with its id."""
   num_ids = values.shape[1] + 1
 
   def of_row(values: Array, ids: Array) -> Array:

@@ -135,7 +135,6 @@ def plan(
   """Decide where each trajectory of the groups is packed, deterministically.
 
   Args:
-    groups: the groups; their trajectories are packed in order, group by group.
     advantages: one advantage per trajectory, or for each an array with one per
       token.
     num_minibatches: number of optimizer steps. Trajectories, not groups, are

@@ -30,12 +30,7 @@ class RowPasses:
     rows_per_microbatch: int,
     rows_per_batch: int,
   ):
-    """Set up the sharding.
-
-    Args:
-      rows_per_microbatch: B.
-      rows_per_batch: K times B.
-    """
+    """Set up the sharding."""
     self._rows_per_microbatch = rows_per_microbatch
     self._rows_per_batch = rows_per_batch
     self._sharding = mesh_lib.sharding(

@@ -196,7 +196,6 @@ def pass_at_k(
   Args:
     groups: with their rewards. Their mean is taken; a group of fewer than k
       completions does not count for that k.
-    solved_score: a completion with at least this score is solved.
 
   Returns:
     `reward/pass@k` by name, for each power of two k up to the largest group.

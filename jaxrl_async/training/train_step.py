@@ -418,8 +418,6 @@ def update(
   model. The policy has a forward pass here, and so has a critic.
 
   Args:
-    batch: [M, K, B, T] arrays, M minibatches of K microbatches, with the fields
-      that the loss needs.
     value_function: gives the loss its `values`. None without a critic.
 
   Returns:

@@ -162,13 +162,7 @@ class QuestionStream:
     first_index: int,
     num_processes: int,
   ):
-    """Start the processes that make the items; see `questions`.
-
-    Args:
-      split: the split to make. Questions of other splits become None.
-      num_processes: number of processes. Of n processes, each makes every n-th
-        item.
-    """
+    """Start the processes that make the items; see `questions`."""
     start_server()
     self._turn = 0
     self._pipes = [
