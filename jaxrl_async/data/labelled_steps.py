@@ -11,6 +11,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import example_stream
 from jaxrl_async.data import prompts
 from jaxrl_async.data import worked_examples as worked_examples_lib
+from jaxrl_async.data import worked_solutions
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 # What stands after each step.
@@ -50,14 +51,14 @@ def tokenized(
 
 def column(item: dict[str, Any], name: str, setting: str, what: str) -> Any:
   """Return what an item has in a column."""
-  value = item.get("metadata", {}).get(name, item.get(name))
-  known = {*item.get("metadata", {}), *item} - {"index", "metadata", "source"}
-  if value is None:
-    raise sections.ConfigError(
-      f"{setting}: the data has no column {sections.shown(name)} of {what}"
-      f"{sections.did_you_mean(name, known)}; name the columns of both in"
-      " preference.steps and preference.labels"
-    )
+  value = worked_solutions.value_of(item, name)
+  sections.require(
+    value is not None,
+    setting,
+    f"the data has no column {sections.shown(name)} of {what}"
+    f"{worked_solutions.did_you_mean(item, name)}; name the columns of both in"
+    " preference.steps and preference.labels",
+  )
   return value
 
 

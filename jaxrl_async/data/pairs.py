@@ -136,7 +136,7 @@ def _of_column(
   Raises:
     LookupError: there is no such text.
   """
-  value = item.get("metadata", {}).get(column, item.get(column))
+  value = worked_solutions.value_of(item, column)
   if column == columns_lib.REPLY and columns_lib.TURN in item:
     return item[columns_lib.TURN]
   if not isinstance(value, list):

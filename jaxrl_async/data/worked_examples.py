@@ -123,17 +123,12 @@ class WorkedExamples(example_stream.ExampleStream[WorkedExample]):
     source: prompts.PromptSource,
     warm_start: sections.WarmStartSection,
     *,
-    max_tokens: int,
-    max_unusable: int = example_stream.MAX_UNUSABLE,
     split: str = source_lib.Split.WARM_START,
+    **options: Any,
   ):
-    """Prepare the examples."""
+    """Prepare the examples; the options are those of `ExampleStream`."""
     super().__init__(
-      source,
-      split=split,
-      num_examples=warm_start.num_examples,
-      max_tokens=max_tokens,
-      max_unusable=max_unusable,
+      source, split=split, num_examples=warm_start.num_examples, **options
     )
     self._warm_start = warm_start
     self._solve = worked_solutions.find(

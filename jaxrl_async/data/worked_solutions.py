@@ -84,18 +84,28 @@ def countdown(
   )
 
 
+def value_of(item: Mapping[str, Any], name: str) -> Any:
+  """Return what an item has in an entry or a column, None if nothing."""
+  return item.get("metadata", {}).get(name, item.get(name))
+
+
+def did_you_mean(item: Mapping[str, Any], name: str) -> str:
+  """Return a hint to an entry or a column with a similar name, or ""."""
+  known = {*item.get("metadata", {}), *item}
+  return sections.did_you_mean(
+    name, known - {"index", "metadata", "source", name}
+  )
+
+
 def of_field(
   name: str, item: Mapping[str, Any], rng: np.random.Generator
 ) -> str:
   """Return the text that the data has in an entry or a column."""
   del rng  # there is one solution
-  metadata = item.get("metadata", {})
-  solution = metadata.get(name, item.get(name))
+  solution = value_of(item, name)
   if not isinstance(solution, str) or not solution.strip():
-    known = {*metadata, *item} - {"index", "metadata", "source"}
     raise LookupError(
-      f"an item has no text in {name!r}"
-      f"{sections.did_you_mean(name, known - {name})}"
+      f"an item has no text in {name!r}{did_you_mean(item, name)}"
     )
   return solution
 
