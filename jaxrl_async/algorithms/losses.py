@@ -8,7 +8,8 @@ minibatch.
 
 The ratio of an objective is r = pi_theta / pi_anchor. The anchor is the centre
 of the trust region, which is the proximal policy unless the loss is coupled
-PPO's. Gradient flows to the logprobs of pi_theta only.
+PPO's. Gradient flows to the logprobs of pi_theta only. `loss_mask` is True for
+the tokens that the policy wrote, and each of them has an advantage.
 
 Positions where `loss_mask` is False do not change a single bit of a loss or of
 its gradient, even if they hold NaN. Two rules ensure this:

@@ -85,6 +85,9 @@ def completed(
   Args:
     solution: a text, which is learned as it is, or the assistant's message,
       which is learned as the chat template writes it.
+
+  Raises:
+    ValueError: it cannot be tokenized, or is no answer to this prompt.
   """
   messages, template = source.chat(prompt.item), source.chat_template
   if messages is None or template is None:

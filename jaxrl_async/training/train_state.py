@@ -53,6 +53,7 @@ class ModelSettings:
   """How the train state holds one model.
 
   Attributes:
+    optimizer: of the trainable parameters. None freezes the whole model.
     is_trainable: returns whether the parameter with this path is trained. It is
       not called if `optimizer` is None.
     frozen_dtype: dtype of the parameters that are not trained, or "int8" as in
