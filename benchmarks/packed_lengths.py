@@ -8,6 +8,7 @@ import numpy as np
 from jaxrl_async import types
 from jaxrl_async.models import configs
 from jaxrl_async.training import packing
+from jaxrl_async.training import segments as segments_lib
 
 MEDIAN, SIGMA, MAX_TOKENS = 300, 1.0, 8_192
 NUM_SHARDS = 8
@@ -50,7 +51,7 @@ def make_group(lengths: np.ndarray, vocab_size: int = 97) -> types.RolloutGroup:
 
 def pack(
   lengths: np.ndarray, *, tokens_per_row: int, rows: int, **options: Any
-) -> tuple[packing.PackedBatch, packing.Placement]:
+) -> tuple[packing.PackedBatch, segments_lib.Segments]:
   """Pack one minibatch as the trainer does."""
   return packing.pack(
     [make_group(lengths)],

@@ -28,7 +28,6 @@ from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
-from jaxrl_async.training import packing
 from jaxrl_async.training import step_metrics
 
 _SUMS = (
@@ -144,11 +143,8 @@ def pending(
   return step_metrics.Pending(
     step=step,
     groups=list(groups),
-    placement=packing.Placement(
-      starts=np.arange(len(lengths)) * tokens_per_row,
-      lengths=lengths,
-      shape=(1, 1, len(lengths), tokens_per_row),
-    ),
+    pack_efficiency=float(lengths.mean()) / tokens_per_row,
+    num_epochs=1,
     sums={name: jnp.zeros(1) for name in _SUMS}
     | {"num_loss_tokens": jnp.ones(1), "mismatch_count": jnp.ones(1)},
     learning_rate=lambda: 1e-3,

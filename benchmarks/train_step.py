@@ -355,7 +355,7 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
     "mfu_repeats": [run["mfu"] for run in runs],
     "torch_tokens_per_s": None,
     "vs_torch": None,
-    "pack_efficiency": ours.batch.placement.pack_efficiency,
+    "pack_efficiency": ours.batch.segments.pack_efficiency,
     "peak_bytes": compiled.memory_bytes,
     "compile_s": compilations.total_s,
     "compilations": compilations.num_compiled,

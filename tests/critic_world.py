@@ -90,7 +90,7 @@ def make_trainer(
         trajectories, shaped=lambda x: x, token_scale=1.0
       ),
     ),
-    critic=critic_lib.Critic(
+    critic=sections.CriticSection(
       trunk=trunk, warmup_steps=warmup_steps, normalize_decay=DECAY
     ),
     num_steps=8,

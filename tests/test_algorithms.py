@@ -156,7 +156,7 @@ def test_advantages_of_tokens_are_packed_with_them():
     trainer.batch_settings, advantages=lambda *_: given
   )
   batch = trainer.prepare(groups)
-  found = packing.unpack(batch.arrays.advantages, batch.placement)
+  found = packing.unpack(batch.arrays.advantages, batch.segments)
   for one, other in zip(found, given, strict=True):
     np.testing.assert_array_equal(one, other)
   given[0] = given[0][1:]
@@ -250,7 +250,7 @@ def test_an_advantage_of_ones_own_may_be_of_tokens():
   )
   batch = trainer.prepare(test_train_step.groups())
   trajectories = [t for g in batch.groups for t in g.trajectories]
-  packed = packing.unpack(batch.arrays.advantages, batch.placement)
+  packed = packing.unpack(batch.arrays.advantages, batch.segments)
   for one, trajectory in zip(packed, trajectories, strict=True):
     wanted = trajectory.loss_mask * np.float32(trajectory.score)
     np.testing.assert_array_equal(one, wanted)

@@ -43,7 +43,7 @@ def fields_of(trainer, groups):
       trainer.state.params, arrays, np.int32(VERSION)
     )
     arrays = arrays.with_arrays(made)
-  return arrays, prepared.placement
+  return arrays, prepared.segments
 
 
 @functools.cache

@@ -24,7 +24,6 @@ from jaxrl_async.models import hf_weights
 from jaxrl_async.policies import export
 from jaxrl_async.policies import stored_policy
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
 from jaxrl_async.training import train_state
@@ -228,39 +227,3 @@ def config_of_more_steps(config):
 def checkpoint_names(workdir, step):
   path = workdir / "checkpoints" / str(step) / "manifest.json"
   return json.loads(path.read_text().splitlines()[0])["about"]["layout"]
-
-
-@pytest.mark.nightly  # which settings may differ is a quick test
-def test_a_run_goes_on_with_other_settings_of_its_critic(
-  workdir, tmp_path, capsys
-):
-  test_run.start(make_config(num_steps=2), tmp_path)
-  capsys.readouterr()
-  summary = test_run.start(changed(make_config()), tmp_path)
-  assert summary["train_steps"] == 4
-  said = capsys.readouterr().err
-  for path, fields in CHANGES.items():
-    assert all(f"{path}.{name}: " in said for name in fields)
-  assert checkpoint.latest(tmp_path / "checkpoints") == 4
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("scale", ["batch_std", "std"])
-def test_a_run_without_a_critic_has_the_divergence_in_its_rewards(
-  scale, tmp_path
-):
-  config = test_run.make_config(
-    "sync",
-    num_steps=2,
-    algorithm={
-      **GAE,
-      "advantage": "group",
-      "advantage_scale": sections.AdvantageScale(scale),
-    },
-  )
-  test_run.start(config, tmp_path)
-  _, *steps = test_run.lines(tmp_path, "metrics")
-  assert all(line["time/advantages_s"] > 0 for line in steps)
-  assert all("policy/reference_kl" in line for line in steps)
-  assert not metrics_page.unexplained(set().union(*steps))

@@ -2,14 +2,12 @@
 
 import dataclasses
 
-import critic_world
 import jax
 from jax import numpy as jnp
 from ml_collections import config_dict
 import numpy as np
 import policy_world
 import pytest
-import test_train_step
 import test_value_functions
 
 from jaxrl_async.assembly import algorithm as algorithm_lib
@@ -103,19 +101,3 @@ def test_the_value_loss_of_a_step_has_the_number_of_the_step(field):
     found.append(float(loss(jnp.int32(step))))
     np.testing.assert_allclose(found[-1], expected, rtol=1e-5)
   assert found[0] != found[1] != found[2] == found[3]
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_training_with_schedules_is_training_with_the_numbers_of_the_step():
-  version = test_train_step.VERSION
-  now = {field: at(field, version) for field in FIELDS}
-  after = []
-  for config in (config_with(*FIELDS), config_with(**now)):
-    trainer = critic_world.make_trainer(
-      critic_world.SHARED, whole_loss=algorithm_lib.policy_loss(config)
-    )
-    critic_world.train(trainer, 1)
-    after.append(jax.tree.leaves(trainer.state.params))
-  for scheduled, constant in zip(*after, strict=True):
-    np.testing.assert_allclose(scheduled, constant, rtol=1e-5, atol=1e-7)

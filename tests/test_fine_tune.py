@@ -172,13 +172,3 @@ def test_without_a_validation_the_last_parameters_are_the_result(tmp_path):
 def test_what_cannot_be_trained_is_one_line(tmp_path, changes, message):
   with pytest.raises(sections.ConfigError, match=message):
     fine_tune.fine_tune(make_config(**changes), tmp_path / "new")
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_the_workdir_of_something_else_is_refused(tmp_path):
-  config = make_config(num_steps=1, eval_every=0)
-  fine_tune.fine_tune(config, tmp_path)
-  config.warm_start.num_examples = 50
-  with pytest.raises(sections.ConfigError, match="num_examples: 40 and 50"):
-    fine_tune.fine_tune(config, tmp_path)

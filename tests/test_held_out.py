@@ -26,8 +26,8 @@ def test_held_out_questions_are_distinct_and_in_no_other_split():
 def test_too_few_held_out_questions_is_an_error():
   few = test_prompts.chain_sum(min_terms=2, max_terms=2, max_digits=1)
   with pytest.raises(sections.ConfigError, match="eval.num_items: 999, but"):
-    held_out.check_number(test_prompts.source(few), 999, patience_s=60.0)
-  held_out.check_number(test_prompts.source(few), 999, patience_s=0.0)
+    held_out.make(test_prompts.source(few), 999, patience_s=60.0)
+  held_out.make(test_prompts.source(few), 999, patience_s=0.0)
 
 
 def test_rows_for_evaluations_are_counted(tmp_path):
@@ -36,11 +36,11 @@ def test_rows_for_evaluations_are_counted(tmp_path):
     dataset=f"jsonl:{path}", eval_dataset=f"jsonl:{path}", eval_percent=50
   )
   source = test_rows.prompt_source(rows)
-  held_out.check_number(source, 30, patience_s=60.0)
+  held_out.make(source, 30, patience_s=60.0)
   with pytest.raises(
     sections.ConfigError, match="eval.num_items: 31, but a has 30 distinct"
   ):
-    held_out.check_number(source, 31, patience_s=0.0)
+    held_out.make(source, 31, patience_s=0.0)
 
 
 class Kept:

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-import test_sft
 import test_train_step
 import tiny
 
@@ -13,8 +12,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.planning import aot
 from jaxrl_async.storage import checkpoint
-from jaxrl_async.training import example_rows
-from jaxrl_async.training import sft
 from jaxrl_async.training import train_step
 
 VERSION = test_train_step.VERSION
@@ -44,27 +41,6 @@ def test_moments_in_the_hosts_memory_change_no_bit():
   assert_moments_lie_in("device", here.opt_state)
   assert_moments_lie_in("pinned_host", there.opt_state)
   jax.tree.map(np.testing.assert_array_equal, here, there)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_warm_start_may_keep_its_moments_on_the_host():
-  def warm_start(optimizer):
-    losses = []
-    section = sections.WarmStartSection(
-      num_steps=2, rows_per_batch=4, optimizer=optimizer
-    )
-    rows = example_rows.pack_examples(test_sft.examples(30), tokens_per_row=16)
-    trainer = test_sft.make_trainer(section, rows)
-    trainer.start(test_sft.own_params())
-    batches = example_rows.batches([rows], 4, seed=0)
-    params = sft.warm_start(
-      trainer, batches, 2, lambda step, loss: losses.append(loss)
-    )
-    return params, losses
-
-  wanted, found = warm_start(ADAMW), warm_start(OFFLOADED)
-  jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_a_checkpoint_brings_moments_back_to_the_hosts_memory(tmp_path):

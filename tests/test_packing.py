@@ -211,14 +211,6 @@ def test_long_trajectories_do_not_keep_the_other_shards_waiting():
   assert waste(4) < 1.1 and waste(1) > 1.3
 
 
-def test_longest_first_needs_two_rows_where_arrival_order_needs_three():
-  _, _, batch, _ = pack(
-    [(8, 0), (8, 0), (12, 0), (12, 0)], rows=1, minibatches=1
-  )
-  assert batch.tokens.shape == (1, 2, 1, 20)
-  assert (batch.segment_ids > 0).all()
-
-
 def test_the_number_of_microbatches_comes_from_a_small_set():
   sizes = set()
   for num_rows in range(1, 33):

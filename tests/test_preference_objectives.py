@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 from jax import numpy as jnp
 import numpy as np
 import preference_world
 import pytest
+import test_preferences
 import tiny
 
 from jaxrl_async.config import sections
@@ -84,20 +84,17 @@ def test_a_digest_is_of_the_trajectories_and_their_places():
   assert found != preference_objectives.digest(turned, same)
 
 
-def microbatch(rows, logprobs):
+def microbatch(rows, logprobs, values=None):
+  batch = jax.tree.map(jnp.asarray, rows)
   return objectives.Microbatch(
     logprobs=logprobs,
     entropy=jnp.zeros_like(logprobs),
-    values=None,
-    batch=jax.tree.map(jnp.asarray, rows),
-    totals=objectives.minibatch_totals(jax.tree.map(jnp.asarray, rows)),
+    values=values,
+    batch=batch,
+    totals=objectives.minibatch_totals(batch),
     policy_version=jnp.int32(0),
     minibatch=jnp.int32(0),
   )
-
-
-def log_sigmoid(x):
-  return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
 
 
 def transcribed(rows, logprobs, reference, section):
@@ -117,8 +114,8 @@ def transcribed(rows, logprobs, reference, section):
     else:
       eps = section.label_smoothing
       losses.append(
-        -(1 - eps) * log_sigmoid(section.beta * h)
-        - eps * log_sigmoid(-section.beta * h)
+        -(1 - eps) * test_preferences.log_sigmoid(section.beta * h)
+        - eps * test_preferences.log_sigmoid(-section.beta * h)
       )
   return {
     "loss": np.mean(losses),

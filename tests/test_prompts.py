@@ -126,19 +126,6 @@ def test_a_restored_stream_goes_on_exactly(stream):
     resumed.restore({"next_index": 3})
 
 
-def test_a_prompt_that_is_too_long_is_skipped_and_counted(stream):
-  limited, every = stream(max_prompt_tokens=15), stream()
-  expected, num_long = [], 0
-  while len(expected) < 30:
-    prompt = every.next()
-    if len(prompt.tokens) <= 15:
-      expected.append(prompt.prompt_id)
-    elif len(expected) < 30:
-      num_long += 1
-  assert [limited.next().prompt_id for _ in range(30)] == expected
-  assert limited.num_too_long == num_long > 0
-
-
 def test_a_stream_without_a_prompt_that_fits_is_an_error(stream):
   with pytest.raises(
     sections.ConfigError, match="rollout.max_prompt_tokens: 9, .* has 10 tokens"

@@ -3,7 +3,6 @@
 import json
 import threading
 
-import numpy as np
 import pytest
 import worker_world
 
@@ -15,7 +14,6 @@ from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
-from jaxrl_async.training import packing
 from jaxrl_async.training import step_metrics
 
 DEADLINE_S = 60.0
@@ -84,11 +82,11 @@ def recorder(tmp_path, hand):
 
 def without_arrays(kind=step_metrics.Pending):
   """A step whose metrics cannot be made."""
-  none = np.zeros(0, np.int64)
   return kind(
     step=0,
     groups=[],
-    placement=packing.Placement(starts=none, lengths=none, shape=(1, 1, 1, 1)),
+    pack_efficiency=1.0,
+    num_epochs=1,
     sums={},
     programs_s=0.0,
     learning_rate=lambda: 0.0,

@@ -11,6 +11,7 @@ import pytest
 import test_fine_tune
 import test_prefer
 import test_preference_objectives
+import test_preferences
 import test_prompts
 import test_rows
 
@@ -19,7 +20,6 @@ from jaxrl_async.data import labelled_steps
 from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.supervised import reward_model
-from jaxrl_async.training import objectives
 from jaxrl_async.training import reward_objectives
 
 start = test_prefer.start  # a fixture
@@ -28,20 +28,8 @@ STEPS = sections.RewardLoss.STEPS
 
 
 def microbatch(rows, values):
-  batch = jax.tree.map(jnp.asarray, rows)
-  return objectives.Microbatch(
-    logprobs=jnp.zeros_like(values),
-    entropy=jnp.zeros_like(values),
-    values=values,
-    batch=batch,
-    totals=objectives.minibatch_totals(batch),
-    policy_version=jnp.int32(0),
-    minibatch=jnp.int32(0),
-  )
-
-
-def log_sigmoid(x):
-  return -np.logaddexp(0.0, -np.float64(x))
+  nothing = jnp.zeros_like(values)
+  return test_preference_objectives.microbatch(rows, nothing, values)
 
 
 def test_a_completions_score_is_that_after_its_last_token():
@@ -58,7 +46,7 @@ def test_a_completions_score_is_that_after_its_last_token():
   margins = np.subtract(ends[::2], ends[1::2], dtype=np.float64)
   assert 0 < (margins > 0).mean() < 1
   found = reward_objectives.PAIRS.sums(microbatch(rows, jnp.asarray(values)))
-  wanted = -sum(map(log_sigmoid, margins))
+  wanted = -sum(map(test_preferences.log_sigmoid, margins))
   assert float(found["loss"]) == pytest.approx(wanted, rel=1e-5)
   assert float(found["accuracy"]) == (margins > 0).sum()
   assert float(found["margin"]) == pytest.approx(margins.sum(), rel=1e-4)
@@ -121,7 +109,9 @@ def test_the_labels_lie_at_the_last_tokens_of_the_steps(tmp_path):
   wanted, right = 0.0, 0
   for row, column in np.argwhere(rows.loss_mask):
     r, y = values[row, column], labels[row, column]
-    wanted -= log_sigmoid(r) if y else log_sigmoid(-r)
+    wanted -= (
+      test_preferences.log_sigmoid(r) if y else test_preferences.log_sigmoid(-r)
+    )
     right += (r > 0) == bool(y)
   found = reward_objectives.STEPS.sums(microbatch(rows, jnp.asarray(values)))
   assert float(found["loss"]) == pytest.approx(wanted, rel=1e-5)

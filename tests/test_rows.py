@@ -175,15 +175,6 @@ def test_a_column_may_be_named_in_a_column(tmp_path):
     of("reward_model").check()
 
 
-def test_columns_may_have_other_names(tmp_path):
-  path = write(
-    tmp_path / "a.jsonl", [{"problem": f"p{i}", "gold": i} for i in range(30)]
-  )
-  fields = {"question": "problem", "answer": "gold"}
-  (item,) = take(rows_lib.Rows(dataset=f"jsonl:{path}", fields=fields), EVAL, 1)
-  assert item["question"] == f"p{item['answer']}" and item["metadata"] == {}
-
-
 @pytest.mark.parametrize(
   ("row", "words"),
   [

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
 
@@ -18,7 +17,6 @@ from jaxrl_async.data.tables import opening
 from jaxrl_async.data.tables import table as table_lib
 from jaxrl_async.data.tables import uri as uri_lib
 
-GSM8K = pathlib.Path(__file__).parents[1] / "../shared/data/gsm8k"
 ROWS = [
   {"question": f"{i} + é = ", "answer": f"{i}", "tags": [i, None, "a"]}
   for i in range(23)
@@ -305,63 +303,6 @@ def test_values_of_columns_become_those_of_json(tmp_path):
     opened(f"parquet:{tmp_path}/b")[0]
 
 
-@pytest.mark.nightly
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not there")
-@pytest.mark.parametrize("write", FORMATS)
-def test_gsm8k_is_the_same_in_every_format(tmp_path, write):
-  uris = {}
-  for name in ("train", "test"):
-    table = opened(f"jsonl:{GSM8K / name}.jsonl")
-    rows = [{**table[i], "tags": ["a"]} for i in range(len(table))]
-    uris[name] = write(tmp_path / name, rows)
-    again = opened(uris[name])
-    assert [plain(again[i]) for i in range(len(rows))] == list(map(plain, rows))
-  source = rows_lib.Rows(dataset=uris["train"], eval_dataset=uris["test"])
-  source.check()
-  assert source.num_questions("train") == 7_473
-  assert source.num_questions("eval") == 1_319
-
-
-class _Broken(list):
-  """Rows of which one cannot be turned into values of Python."""
-
-  def __init__(self, rows, error):
-    super().__init__(rows)
-    self.error = error
-
-  def __getitem__(self, row):
-    if row == 3:
-      raise self.error
-    return super().__getitem__(row)
-
-
-@pytest.mark.parametrize(
-  "error",
-  [
-    OverflowError("date value out of range"),
-    ValueError("Nanosecond resolution temporal type"),
-    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
-    ModuleNotFoundError("No module named 'PIL'"),
-    RuntimeError("Decoding"),
-    TypeError("unhashable"),
-    KeyError("bytes"),
-    OSError(2, "No such file or directory"),
-  ],
-)
-@pytest.mark.parametrize("is_joined", [False, True])
-def test_a_value_that_cannot_be_read_is_an_error_of_its_row(error, is_joined):
-  part = table_lib.Table(
-    _Broken([{"a": i} for i in range(5)], error),
-    table_lib.plain,
-    "digest",
-    lambda row: f"file: row {row}",
-  )
-  table = table_lib.joined([part, part]) if is_joined else part
-  assert table[2] == {"a": 2}
-  with pytest.raises(table_lib.RowError, match="^file: row 3: cannot be re"):
-    table[3]
-
-
 # Times that Python has no value for, or only with pandas.
 TIMES = {
   "beyond the year 9999": ("timestamp[s]", 2**40),
@@ -393,26 +334,3 @@ def test_a_time_without_a_value_is_an_error_of_its_row(tmp_path, name):
   source = rows_lib.Rows(dataset=f"parquet:{path}", skips_bad_rows=True)
   source.check()
   assert source.num_bad() == 1
-
-
-def test_nanoseconds_without_pandas_are_errors_of_their_rows(tmp_path):
-  pyarrow = pytest.importorskip("pyarrow")
-  from pyarrow import parquet
-
-  columns = {
-    "question": [f"{i}" for i in range(30)],
-    "answer": ["1"] * 30,
-    "when": pyarrow.array(range(30), "int64").view("timestamp[ns]"),
-  }
-  path = tmp_path / "a"
-  parquet.write_table(pyarrow.table(columns), path)
-  code = (
-    "import sys; sys.modules['pandas'] = None\n"
-    "from jaxrl_async.data import rows\n"
-    f"rows.Rows(dataset='parquet:{path}').check()"
-  )
-  found = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-  )
-  assert "29 of 30 rows cannot be used" in found.stderr
-  assert "a: row 1: cannot be read: Nanosecond" in found.stderr

@@ -132,7 +132,7 @@ def test_a_batch_has_the_scores_beside_their_tokens(batches):
   _, batch = batches[True]
   values = batch.arrays.fields[packing.TOKEN_SCORES]
   assert values.sharding == batch.arrays.tokens.sharding
-  unpacked = packing.unpack(values, batch.placement)
+  unpacked = packing.unpack(values, batch.segments)
   trajectories = [t for g in batch.groups for t in g.trajectories]
   for one, scores in zip(trajectories, unpacked, strict=True):
     expected = np.zeros(len(one.tokens), np.float32)

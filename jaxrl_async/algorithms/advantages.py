@@ -51,12 +51,9 @@ def relative_advantages(
   float64 and the result is float32.
 
   Args:
-    rewards: one per trajectory.
     group_ids: which group each trajectory belongs to. Groups may differ in
       size: one that lost a trajectory is normalised over those that are left.
     num_groups: ids run from 0 to num_groups - 1; some may be absent.
-    baseline: one of `algorithm_section.BASELINES`.
-    scale: what the rewards minus their baseline are divided by.
 
   Raises:
     ValueError: a reward is not finite, or an id is out of range.
@@ -117,10 +114,6 @@ def segment_advantages(
 
   Args:
     rewards: one per trajectory, for its end.
-    token_scores: of each trajectory, one per token.
-    loss_masks: likewise.
-    group_ids: which group each trajectory belongs to.
-    num_groups: ids run from 0 to num_groups - 1; some may be absent.
     scale: STD is the deviation of the R_jk, BATCH_STD that of R_ik - mean_j
       R_jk over all segments of the batch.
 

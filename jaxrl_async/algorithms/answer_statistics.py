@@ -45,10 +45,6 @@ def majority(answers: Sequence[str | None], is_right: Sequence[bool]) -> float:
   that draw. Answers are told apart by their text. Where the same text was
   scored both right and wrong, its share of right scores counts.
 
-  Args:
-    answers: the extracted answers.
-    is_right: whether each was scored as right.
-
   Returns:
     A number from 0 to 1. It is 0 if nobody voted, and NaN without any answers.
   """
@@ -79,13 +75,6 @@ def bootstrap_intervals(
   As many questions are drawn with replacement, 2,000 times, and all statistics
   with the same draws.
   Answers to one question are not independent, so whole questions are drawn.
-
-  Args:
-    values: of each statistic and question; NaN is left out of a mean.
-    seed: of the draws. Equal arguments give equal intervals.
-
-  Returns:
-    The lower and the upper end for each statistic; NaN without any value.
   """
   num_statistics, num_questions = values.shape
   rng = np.random.default_rng(seed)

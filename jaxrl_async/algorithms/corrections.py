@@ -43,16 +43,6 @@ def behavior_weights(
   With mask and both bounds, the weights of tokens are those of IcePop,
   arXiv:2510.18855.
 
-  Args:
-    proximal_logprobs: under the weights before the train step.
-    behavior_logprobs: under the distribution that each token was drawn from.
-    loss_mask: tokens that the policy wrote.
-    level: what a weight is of.
-    floor: smallest weight that is used unchanged.
-    cap: largest weight that is used unchanged.
-    cap_mode: what happens to other weights.
-    sequence_sum: sums over the loss tokens of a trajectory.
-
   Returns:
     The weights, which are 0 outside loss_mask, and a mask of the tokens whose
     weight was out of bounds.
@@ -97,16 +87,6 @@ def within_second_moment(
   The paper takes the policy of each update in place of pi_prox. This one is
   known before the first update, so that the choice is made once in a train
   step, for each minibatch as a whole.
-
-  Args:
-    proximal_logprobs: under the weights before the train step.
-    behavior_logprobs: under the distribution that each token was drawn from.
-    advantages: one per token.
-    loss_mask: tokens that the policy wrote.
-    bound: largest M2.
-
-  Returns:
-    A mask, which is False outside loss_mask.
   """
   log_ratio = jnp.where(loss_mask, proximal_logprobs - behavior_logprobs, 0)
   advantages = jnp.where(loss_mask, advantages, 0)
@@ -143,17 +123,6 @@ def within_sequence_kl(
 
   A token is left out where A_t < 0 and the mean over its trajectory of
   log(pi_behav / pi_theta) > bound.
-
-  Args:
-    logprobs: under the policy being updated. No gradient flows.
-    behavior_logprobs: under the distribution that each token was drawn from.
-    advantages: one per token.
-    loss_mask: tokens that the policy wrote.
-    bound: largest mean log-ratio.
-    sequence_sum: sums over the loss tokens of a trajectory.
-
-  Returns:
-    A mask, which is False outside loss_mask.
   """
   log_ratio = jnp.where(
     loss_mask, behavior_logprobs - lax.stop_gradient(logprobs), 0

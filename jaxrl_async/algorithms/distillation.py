@@ -25,12 +25,6 @@ def advantages(
   those of the tokens after it, as in
   https://thinkingmachines.ai/blog/on-policy-distillation, which is a discount
   of 0.
-
-  Args:
-    teacher_logprobs: of the policy's tokens, under the teacher.
-    policy_logprobs: of the same tokens, under pi.
-    loss_mask: tokens that the policy drew. The others get 0.
-    coef: the coefficient.
   """
   difference = lax.stop_gradient(teacher_logprobs - policy_logprobs)
   return jnp.where(loss_mask, difference, 0) * coef

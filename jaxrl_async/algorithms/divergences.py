@@ -90,9 +90,6 @@ def behavior_kl_sums(
   """Return sums that say how far the behavior policy was from the trainer's.
 
   Args:
-    trainer_logprobs: computed by the trainer, under the weights it holds.
-    behavior_logprobs: under the distribution that each token was drawn from.
-    loss_mask: tokens that the policy wrote.
     is_current_version: tokens that were drawn with the same weights that
       `trainer_logprobs` were computed with. Over these tokens the divergence
       measures the numerical mismatch between engine and trainer, because the

@@ -40,14 +40,11 @@ def generalized_advantages(
 
   Args:
     rewards: of each token. Those outside of `loss_mask` do not count.
-    values: of the state before each token.
     final_values: of the state after a trajectory's last token. It is 0 if the
       episode ended there, and a critic's value if it was cut off.
     loss_mask: tokens that the policy wrote. The result is 0 elsewhere, where
       the other arrays may hold NaN.
     segment_ids: different for trajectories next to each other in a row.
-    gamma: discount per token.
-    gae_lambda: weight of later deltas per token.
   """
   follower, is_last = _followers(loss_mask, segment_ids)
   next_values = jnp.where(
@@ -120,11 +117,7 @@ def kl_rewards(
   reference, because the behavior policy has drawn the tokens.
 
   Args:
-    behavior_logprobs: of each token under the policy that drew it.
-    reference_logprobs: of each token under the reference.
     loss_mask: the result is 0 elsewhere, where the logprobs may be NaN.
-    coef: the coefficient.
-    clip: largest absolute value of an estimate; 0 sets no bound.
   """
   estimate = jnp.where(loss_mask, behavior_logprobs - reference_logprobs, 0)
   if not losses.is_left_out(clip):

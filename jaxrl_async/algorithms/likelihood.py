@@ -58,8 +58,6 @@ def token_logprobs_and_entropy(
     hidden: final hidden states, after the last norm. The product with head is
       computed in their dtype and accumulated in float32.
     head: output projection; with tied embeddings, the transposed embedding.
-    tokens: token ids.
-    segment_ids: 0 is padding.
     temperature: the sampling temperature, which divides the logits.
     vocab_chunk: number of vocabulary entries per chunk; [B, T, vocab_chunk] is
       the largest array that is made.

@@ -8,7 +8,8 @@ minibatch.
 
 The ratio of an objective is r = pi_theta / pi_anchor. The anchor is the centre
 of the trust region, which is the proximal policy unless the loss is coupled
-PPO's. Gradient flows to the logprobs of pi_theta only.
+PPO's. Gradient flows to the logprobs of pi_theta only. `loss_mask` is True for
+the tokens that the policy wrote, and each of them has an advantage.
 
 Positions where `loss_mask` is False do not change a single bit of a loss or of
 its gradient, even if they hold NaN. Two rules ensure this:
@@ -102,15 +103,6 @@ def ppo_objective(
   With dual_clip = c > 0, where A < 0 (arXiv:1912.09729, eq. 5):
 
   max(O, c A)
-
-  Args:
-    logprobs: under the policy being updated.
-    anchor_logprobs: under the centre of the trust region.
-    advantages: one per token.
-    loss_mask: tokens that the policy wrote.
-    clip_low: the ratio is clipped at 1 - clip_low from below.
-    clip_high: the ratio is clipped at 1 + clip_high from above.
-    dual_clip: c, which is greater than 1; 0 is no second clip.
   """
   log_ratio, advantages = _masked(
     logprobs, anchor_logprobs, advantages, loss_mask
@@ -150,15 +142,6 @@ def gspo_objective(
   is that of eq. 5. Otherwise each token has the gradient of its own advantage.
   No gradient flows through the sum over the trajectory, which devices may
   share.
-
-  Args:
-    logprobs: under the policy being updated.
-    anchor_logprobs: under the centre of the trust region.
-    advantages: one per token.
-    loss_mask: tokens that the policy wrote.
-    clip_low: s is clipped at 1 - clip_low from below.
-    clip_high: s is clipped at 1 + clip_high from above.
-    sequence_sum: sums over the loss tokens of a trajectory.
   """
   log_ratio, advantages = _masked(
     logprobs, anchor_logprobs, advantages, loss_mask
@@ -187,13 +170,8 @@ def cispo_objective(
   Every token keeps a gradient; the clip bounds its weight.
 
   Args:
-    logprobs: under the policy being updated.
-    anchor_logprobs: under the centre of the trust region.
-    advantages: one per token.
-    loss_mask: tokens that the policy wrote.
     clip_low: r is clipped at 1 - clip_low from below. The paper sets no lower
       bound, which is 1.
-    clip_high: r is clipped at 1 + clip_high from above.
   """
   log_ratio, advantages = _masked(
     logprobs, anchor_logprobs, advantages, loss_mask
@@ -220,14 +198,6 @@ def sapo_objective(
 
   The gate is a clip without edges: at r = 1 its slope is 1, and it falls on
   both sides. No token counts as clipped.
-
-  Args:
-    logprobs: under the policy being updated.
-    anchor_logprobs: under the centre of the trust region.
-    advantages: one per token.
-    loss_mask: tokens that the policy wrote.
-    positive: the temperature tau of tokens with a positive advantage.
-    negative: the temperature tau of the others.
   """
   log_ratio, advantages = _masked(
     logprobs, anchor_logprobs, advantages, loss_mask
@@ -246,12 +216,6 @@ def reinforce_objective(
   r"""Return the objective of REINFORCE, Williams 1992, for each token.
 
   O = A log(pi_theta)
-
-  Args:
-    logprobs: under the policy being updated.
-    anchor_logprobs: not used.
-    advantages: one per token.
-    loss_mask: tokens that the policy wrote.
   """
   del anchor_logprobs
   advantages = jnp.where(loss_mask, lax.stop_gradient(advantages), 0)
@@ -278,11 +242,7 @@ def aggregated(
 
   Args:
     values: 0 outside the mask.
-    aggregation: which of them.
     num_loss_tokens: of the whole minibatch; 0 makes the result 0.
-    num_trajectories: N, of the whole minibatch.
-    constant: C.
-    sequence_sum: sums over the loss tokens of a trajectory.
   """
   if aggregation is sections.Aggregation.TOKEN_MEAN:
     return values.sum() / at_least_one(num_loss_tokens)
@@ -312,11 +272,8 @@ def loglinear_proximal_logprobs(
   behavior logprob. No gradient flows.
 
   Args:
-    logprobs: under the policy being updated.
-    behavior_logprobs: under the distribution that each token was drawn from.
     policy_versions: version of the weights that drew each token, at most
       policy_version. Where it is -1 the result is meaningless.
-    policy_version: version of the weights before the train step.
   """
   distance = (policy_version + 1 - policy_versions).astype(jnp.float32)
   logprobs = lax.stop_gradient(logprobs)
@@ -329,13 +286,7 @@ def next_token_loss(
   *,
   num_loss_tokens: ScalarLike,
 ) -> Float[Array, ""]:
-  """Return one microbatch's share of the cross-entropy of the masked tokens.
-
-  Args:
-    logprobs: of the tokens themselves.
-    loss_mask: tokens that are learned from.
-    num_loss_tokens: of the whole minibatch; 0 makes the loss 0.
-  """
+  """Return one microbatch's share of the cross-entropy of the masked tokens."""
   return -divergences.masked_sum(logprobs, loss_mask) / at_least_one(
     num_loss_tokens
   )

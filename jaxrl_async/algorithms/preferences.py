@@ -27,10 +27,8 @@ def dpo_loss(
   the length-normalised DPO of Tulu 3, arXiv:2411.15124.
 
   Args:
-    margins: h, in nats.
     beta: strength of the tie to the reference. A smaller one lets the policy
       move further.
-    label_smoothing: eps, at least 0 and less than 1/2.
   """
   scaled = beta * margins
   return -(
@@ -49,10 +47,6 @@ def ipo_loss(
   h is that of `dpo_loss`, and beta the paper's tau. The loss asks for one
   margin, and a larger one is an error too, so that pairs that all annotators
   agree on do not push the policy away from the reference without end.
-
-  Args:
-    margins: h, in nats.
-    beta: strength of the tie to the reference, greater than 0.
   """
   return (margins - 1 / (2 * beta)) ** 2
 
@@ -67,9 +61,6 @@ def bradley_terry_loss(
   By the model of Bradley and Terry, sigmoid of the difference of two scores is
   the probability that the first completion is preferred. The scores are
   determined up to a constant for each prompt.
-
-  Args:
-    margins: r(y_c) - r(y_r).
   """
   return -jax.nn.log_sigmoid(margins)
 
@@ -81,14 +72,12 @@ def step_loss(
 
   L = -y log sigmoid(r) - (1 - y) log sigmoid(-r)
 
+  r is the logit at the last token of a step, and y is 1 if the step is right.
+
   The model of arXiv:2305.20050, section 2.6, predicts after the last token of
   each step whether the step is right. There it writes one of several words.
   Here it has one output, whose sigmoid is the probability that the step is
   right, as in Math-Shepherd, arXiv:2312.08935.
-
-  Args:
-    logits: r, the output of the model at the last token of each step.
-    labels: y, 1 for a right step and 0 for a wrong one.
   """
   return -(
     labels * jax.nn.log_sigmoid(logits)

@@ -27,9 +27,6 @@ def before_tokens(after: Float[Array, "*rows T"]) -> Float[Array, "*rows T"]:
   Besides `likelihood`, this is the only place where positions are shifted by
   one. The result means nothing for the first token of a trajectory, which the
   policy never writes.
-
-  Args:
-    after: value of the state after each token, which contains the token.
   """
   return jnp.roll(after, 1, axis=-1)
 
@@ -49,11 +46,8 @@ def updated_statistics(
   statistics (arXiv:1809.04474) and leaves the weights of the head as they are.
 
   Args:
-    statistics: by the names of `STATISTICS`, all 0 before the first step.
-    returns: of each token.
     loss_mask: tokens that count. If there are none, or if their returns are
       not finite, nothing changes.
-    decay: weight of the statistics so far.
   """
   count = loss_mask.sum(dtype=jnp.float32)
   returns = jnp.where(loss_mask, returns, 0)
@@ -124,9 +118,6 @@ def value_loss(
   arXiv:1707.06347 eq. 9, has the square alone).
 
   Args:
-    predictions: v, of the critic that is being updated. Gradient flows here.
-    predictions_before: of the critic before the train step.
-    targets: normalised returns R.
     loss_mask: tokens that count. The results are 0 and False elsewhere, where
       the other arrays may hold NaN.
     clip: how far a prediction may gain by moving within a train step; 0 sets

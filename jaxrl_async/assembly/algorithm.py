@@ -20,7 +20,6 @@ from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import episodes
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
-from jaxrl_async.training import reference as reference_lib
 from jaxrl_async.training import stages as stages_lib
 from jaxrl_async.training import train_step
 
@@ -189,28 +188,6 @@ def _is_whitened(section: sections.AlgorithmSection) -> bool:
   return (
     section.advantage in algorithm_section.ADVANTAGES
     and section.advantage_scale is sections.AdvantageScale.BATCH_STD
-  )
-
-
-def critic(config: sections.Config) -> critic_lib.Critic | None:
-  """Return how the critic of a run is trained, None without one."""
-  if config.algorithm.advantage != "gae":
-    return None
-  return critic_lib.Critic(
-    trunk=config.critic.trunk,
-    warmup_steps=config.critic.warmup_steps,
-    normalize_decay=config.critic.normalize_decay,
-  )
-
-
-def movement(
-  section: sections.AlgorithmSection,
-) -> reference_lib.Movement | None:
-  """Return when the reference moves, None if it stays or is not there."""
-  if not section.reference_every:
-    return None
-  return reference_lib.Movement(
-    every=section.reference_every, decay=section.reference_decay
   )
 
 

@@ -270,8 +270,9 @@ def make_trainer(
       overlong_filter=config.algorithm.overlong_filter,
       num_epochs=config.algorithm.num_epochs,
     ),
-    critic=algorithm_lib.critic(config),
-    movement=algorithm_lib.movement(config.algorithm),
+    critic=config.critic if config.algorithm.advantage == "gae" else None,
+    reference_every=config.algorithm.reference_every,
+    reference_decay=config.algorithm.reference_decay,
     num_steps=config.train.num_steps,
     decay=config.train.decay,
     rollout_dtype=config.rollout.dtype,
@@ -279,30 +280,6 @@ def make_trainer(
     busy=busy,
     world=world,
   )
-
-
-def sft_rows(
-  setup: setup_lib.Setup, split: str, num_examples: int
-) -> tuple[packing.PackedBatch, int]:
-  """Return the packed worked solutions of a split, for supervised training.
-
-  Args:
-    setup: of the run.
-    split: of the source.
-    num_examples: number of worked solutions.
-
-  Returns:
-    The rows, and how many solutions were left out because they are too long.
-  """
-  max_tokens = setup.config.train.tokens_per_row
-  examples = worked_examples_lib.WorkedExamples(
-    prompt_source(setup),
-    dataclasses.replace(setup.config.warm_start, num_examples=num_examples),
-    max_tokens=max_tokens,
-    split=split,
-  )
-  rows = example_rows.pack_examples(examples, tokens_per_row=max_tokens)
-  return rows, examples.num_too_long
 
 
 def make_supervised_trainer(

@@ -90,9 +90,7 @@ def checked(
   prompt_source = assembly.prompt_source(setup)
   for found in (
     prompts.validate_task(prompt_source),
-    held_out.check_number(
-      prompt_source, config.eval.num_items, patience_s=_PATIENCE_S
-    ),
+    held_out.make(prompt_source, config.eval.num_items, patience_s=_PATIENCE_S),
   ):
     reward_terms.check_prompts(terms, found)
   if config.warm_start.num_steps and not config.warm_start.checkpoint:

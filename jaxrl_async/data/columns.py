@@ -50,11 +50,7 @@ class Columns:
     return {entry: column for entry, column in named.items() if column}
 
   def check_template(self, field: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Check that some of these rows has what the template names.
-
-    Raises:
-      sections.ConfigError: none has.
-    """
+    """Check that some of these rows has what the template names."""
     used = set(self.by_entry.values())
     missing = [self._not_in(row.keys() - used) for row in rows]
     if missing and all(missing):
@@ -136,11 +132,7 @@ class Columns:
 
 
 def _at(columns: Mapping[str, Any], name: str) -> Any:
-  """Return a column, or what is at a path in one, such as "a.b".
-
-  Raises:
-    LookupError: there is none.
-  """
+  """Return a column, or what is at a path in one, such as "a.b"."""
   if name in columns:
     return columns[name]
   value: Any = columns
@@ -152,11 +144,7 @@ def _at(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _answer(value: Any) -> str:
-  """Return an answer as a text, with which texts can be compared.
-
-  Raises:
-    ValueError: it is neither a text nor a number.
-  """
+  """Return an answer as a text, with which texts can be compared."""
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
   if isinstance(value, str):
     return value
@@ -243,11 +231,7 @@ def _parsed(value: Any, kind: type) -> Any:
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-  """Return tools as a template takes them.
-
-  Raises:
-    ValueError: they are none.
-  """
+  """Return tools as a template takes them."""
   tools = _parsed(value, list)
   if not _are_objects(tools):
     raise ValueError(f"{value!r:.60}, not a list of tools")

@@ -41,9 +41,6 @@ class ExampleStream(Generic[Example]):
     """Prepare the examples.
 
     Args:
-      source: of the prompts.
-      split: of the source.
-      num_examples: number of examples.
       max_tokens: longest example, prompts included.
       max_unusable: after so many in a row that are skipped, an error is raised.
     """
@@ -63,18 +60,11 @@ class ExampleStream(Generic[Example]):
       place: the position after the prompt in the split. Random choices depend
         on it and not on the item, so that a second pass over a small dataset
         makes others.
-
-    Raises:
-      sections.ConfigError: there is none.
     """
     raise NotImplementedError
 
   def __iter__(self) -> Iterator[Example]:
-    """Yield `num_examples` examples.
-
-    Raises:
-      sections.ConfigError: none can be used, or one cannot be made.
-    """
+    """Yield `num_examples` examples."""
     stream = prompts.PromptStream(
       self.source,
       self._split,

@@ -7,6 +7,7 @@ second for each question, so that making them at each start would take minutes.
 from collections.abc import Callable
 import contextlib
 import json
+import math
 import os
 import pathlib
 import time
@@ -26,10 +27,6 @@ _MAX_PROCESSES = 16
 _MAX_REPEATED = 2_000
 
 
-class _OutOfTimeError(Exception):
-  """A check has taken long enough."""
-
-
 class _UnusableError(ValueError):
   """The file's questions cannot be used by the run, for the reason given."""
 
@@ -38,13 +35,15 @@ def make(
   source: prompts.PromptSource,
   num_items: int,
   on_progress: Callable[[int], None] = lambda num_made: None,
+  *,
+  patience_s: float = math.inf,
 ) -> list[types.Prompt]:
   """Return the first prompts of the evaluation split, each question once.
 
   Args:
-    source: the run's source of prompts.
-    num_items: number of prompts to return.
     on_progress: called several times a second with the number made so far.
+    patience_s: if the questions are not made in so many seconds, there are none
+      in the result. A source of finite data knows at once whether it has them.
 
   Raises:
     sections.ConfigError: the split has fewer distinct questions.
@@ -57,11 +56,14 @@ def make(
       source.task.question_workers, min(os.cpu_count() or 1, _MAX_PROCESSES)
     ),
   )
+  end_s = time.monotonic() + patience_s
   found: dict[str, types.Prompt] = {}
   num_repeated = 0
   with contextlib.closing(stream):
     while len(found) < num_items:
       on_progress(len(found))
+      if time.monotonic() > end_s:
+        return []
       if not stream.is_ready(timeout_s=0.2):
         continue
       prompt = stream.next()
@@ -75,37 +77,6 @@ def make(
         )
   on_progress(num_items)
   return list(found.values())
-
-
-def check_number(
-  source: prompts.PromptSource, num_items: int, *, patience_s: float
-) -> list[types.Prompt]:
-  """Check that the evaluation split has enough questions, as far as is known.
-
-  A source of finite data knows. Of any other, questions are made until there
-  are enough or time is up.
-
-  Args:
-    source: the run's source of prompts.
-    num_items: number of distinct questions that are needed.
-    patience_s: how long to try, in seconds.
-
-  Returns:
-    The questions, or none if time was up.
-
-  Raises:
-    sections.ConfigError: the split has fewer.
-  """
-  end_s = time.monotonic() + patience_s
-
-  def look_at_the_clock(num_made: int) -> None:
-    del num_made
-    if time.monotonic() > end_s:
-      raise _OutOfTimeError
-
-  with contextlib.suppress(_OutOfTimeError):
-    return make(source, num_items, look_at_the_clock)
-  return []
 
 
 def _check_known_number(items: source_lib.Source, num_items: int) -> None:
@@ -134,16 +105,8 @@ def load_or_make(
   file is damaged.
 
   Args:
-    path: the file.
-    source: the run's source of prompts.
-    num_items: number of prompts to return.
     note: called with a message if stored questions cannot be used, or if the
       file cannot be written. Neither ends the run.
-    on_progress: as in `make`.
-    is_kept: whether the file is written.
-
-  Raises:
-    sections.ConfigError: the split has fewer distinct questions.
   """
   task = source.task
   made_from = {

@@ -11,6 +11,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import example_stream
 from jaxrl_async.data import prompts
 from jaxrl_async.data import worked_examples as worked_examples_lib
+from jaxrl_async.data import worked_solutions
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 # What stands after each step.
@@ -40,9 +41,6 @@ def tokenized(
   r"""Return a solution whose loss mask is True at the last token of each step.
 
   Each step is encoded by itself, together with the "\n" after it.
-
-  Raises:
-    ValueError: a text cannot be tokenized.
   """
   parts = [(prompt.tokens, False)]
   for step in steps:
@@ -52,30 +50,22 @@ def tokenized(
 
 
 def column(item: dict[str, Any], name: str, setting: str, what: str) -> Any:
-  """Return what an item has in a column.
-
-  Raises:
-    sections.ConfigError: it has no such column.
-  """
-  value = item.get("metadata", {}).get(name, item.get(name))
-  known = {*item.get("metadata", {}), *item} - {"index", "metadata", "source"}
-  if value is None:
-    raise sections.ConfigError(
-      f"{setting}: the data has no column {sections.shown(name)} of {what}"
-      f"{sections.did_you_mean(name, known)}; name the columns of both in"
-      " preference.steps and preference.labels"
-    )
+  """Return what an item has in a column."""
+  value = worked_solutions.value_of(item, name)
+  sections.require(
+    value is not None,
+    setting,
+    f"the data has no column {sections.shown(name)} of {what}"
+    f"{worked_solutions.did_you_mean(item, name)}; name the columns of both in"
+    " preference.steps and preference.labels",
+  )
   return value
 
 
 def steps_of(
   item: dict[str, Any], name: str, prompt_id: str, setting: str
 ) -> list[str]:
-  """Return the steps of an item.
-
-  Raises:
-    sections.ConfigError: it has none.
-  """
+  """Return the steps of an item."""
   steps = column(item, name, setting, "steps")
   is_right = isinstance(steps, list) and all(
     isinstance(x, str) and x.strip() for x in steps
@@ -99,13 +89,7 @@ class Solutions(example_stream.ExampleStream[LabelledSteps]):
     section: sections.PreferenceSection,
     **options: Any,
   ):
-    """Prepare the solutions.
-
-    Args:
-      source: of the prompts.
-      section: the columns of the steps and of their labels.
-      **options: of `ExampleStream`.
-    """
+    """Prepare the solutions."""
     super().__init__(source, **options)
     self._section = section
 

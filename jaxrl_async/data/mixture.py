@@ -40,10 +40,6 @@ class Mixture:
 
   A split of the mixture consists of that split of the members that have it. A
   question that any member holds out is trained on by none.
-
-  Attributes:
-    members: the sources by name.
-    weights: of each member's items among all items, in any unit.
   """
 
   members: Mapping[str, Member]

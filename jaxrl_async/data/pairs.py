@@ -57,14 +57,8 @@ class Pairs(example_stream.ExampleStream[Pair]):
     """Prepare the pairs.
 
     Args:
-      source: of the prompts.
-      section: what the two completions are.
       corrupted_frac: of a rejected completion that a solver of
         `worked_solutions.SOLVERS` writes.
-      **options: of `ExampleStream`.
-
-    Raises:
-      sections.ConfigError: there is no such completion.
     """
     super().__init__(source, **options)
     worked_solutions.check_pair(section)
@@ -101,11 +95,7 @@ class Pairs(example_stream.ExampleStream[Pair]):
   def _completion(
     self, side: str, prompt: types.Prompt, place: int
   ) -> worked_examples_lib.Solution:
-    """Return one completion of a prompt.
-
-    Raises:
-      sections.ConfigError: there is none.
-    """
+    """Return one completion of a prompt."""
     rng = np.random.default_rng((self.source.seed, place))
     try:
       completion = self._solvers[side](prompt.item, rng)
@@ -146,7 +136,7 @@ def _of_column(
   Raises:
     LookupError: there is no such text.
   """
-  value = item.get("metadata", {}).get(column, item.get(column))
+  value = worked_solutions.value_of(item, column)
   if column == columns_lib.REPLY and columns_lib.TURN in item:
     return item[columns_lib.TURN]
   if not isinstance(value, list):

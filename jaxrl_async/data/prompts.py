@@ -39,11 +39,6 @@ class PromptSource:
   """The source of all prompts of a run.
 
   Attributes:
-    items: the source of the questions.
-    task: the section with the template and the number of processes that may
-      make items.
-    tokenizer: the policy's tokenizer.
-    seed: seed of the run.
     max_prompt_tokens: longest prompt that fits. Longer ones are skipped.
     chat_template: of the tokenizer, if the prompts are chats.
     evaluated: questions that every split but the held-out one passes over.
@@ -65,12 +60,7 @@ class PromptSource:
     return source, f"{source}/{split}/{item.get('index')}"
 
   def prompt(self, split: str, item: dict[str, Any]) -> types.Prompt:
-    """Return the prompt of an item, without checking its length.
-
-    Raises:
-      sections.ConfigError: the item lacks an entry, or its prompt cannot be
-        filled in or tokenized.
-    """
+    """Return the prompt of an item, without checking its length."""
     name = self.items.name
     if missing := {"index", "question"} - item.keys():
       raise sections.ConfigError(
@@ -138,15 +128,8 @@ class PromptStream:
     """Create a stream, which makes no items before its first use or `prefetch`.
 
     Args:
-      source: the run's source of prompts.
-      split: a split of the source.
-      num_workers: how many processes may make items at the same time. 0 means
-        `task.question_workers`.
       max_barren: number of items in a row without a prompt that fits, after
         which an error is raised.
-
-    Raises:
-      sections.ConfigError: the source has no such split.
     """
     name, splits = source.items.name, source.items.splits
     sections.require(
@@ -308,9 +291,6 @@ def validate_task(source: PromptSource) -> list[types.Prompt]:
   """Check source, template and alphabet on a few prompts, and return them.
 
   There are more of them if they can be had without waiting, as rows of files.
-
-  Raises:
-    sections.ConfigError: one of them is wrong. The message says what to change.
   """
   source.items.check()
   PromptStream(source, source_lib.Split.EVAL)  # raises if the split is missing

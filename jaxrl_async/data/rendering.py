@@ -43,13 +43,6 @@ def tokens(
 
   Messages of the item are rendered by the chat template as they are.
 
-  Args:
-    style: of the item's source.
-    item: see `source`.
-    source: name of the source, for messages.
-    tokenizer: of the policy.
-    chat_template: of the tokenizer; needed for chats alone.
-
   Raises:
     sections.ConfigError: the prompt cannot be made.
     ValueError: the text cannot be tokenized.
@@ -76,18 +69,7 @@ def check_chat(
   tokenizer: tokenizer_lib.Tokenizer,
   chat_template: chat_template_lib.ChatTemplate,
 ) -> None:
-  """Check that the template writes the whole chat of an item, if it is one.
-
-  Args:
-    style: of the item's source.
-    item: see `source`.
-    source: name of the source, for messages.
-    tokenizer: of the policy.
-    chat_template: of the tokenizer.
-
-  Raises:
-    ValueError: it does not.
-  """
+  """Check that the template writes the whole chat of an item, if it is one."""
   if "messages" in item or style.chat:
     messages = messages_of(style, item, source)
     if columns_lib.TURN in item:
@@ -99,16 +81,7 @@ def check_chat(
 def messages_of(
   style: Style, item: Mapping[str, Any], source: str
 ) -> list[dict[str, Any]]:
-  """Return the messages of an item's chat, up to the answer.
-
-  Args:
-    style: of the item's source.
-    item: see `source`.
-    source: name of the source, for messages.
-
-  Raises:
-    sections.ConfigError: the template cannot be filled in.
-  """
+  """Return the messages of an item's chat, up to the answer."""
   if "messages" in item:
     messages = list(item["messages"])
   else:
@@ -120,17 +93,7 @@ def messages_of(
 
 
 def render(template: str, item: Mapping[str, Any], source_name: str) -> str:
-  """Fill in the template with the question and the item's metadata.
-
-  Args:
-    template: the template; see `sections.TaskSection`.
-    item: the item; see `source`.
-    source_name: name of the source, for messages.
-
-  Raises:
-    sections.ConfigError: the template uses a field that the item does not have,
-      or it cannot be filled in.
-  """
+  """Fill in the template with the question and the item's metadata."""
   fields = {**item.get("metadata", {}), "question": item["question"]}
   try:
     for root in named_fields(template):
@@ -149,11 +112,7 @@ def render(template: str, item: Mapping[str, Any], source_name: str) -> str:
 
 
 def named_fields(template: str) -> tuple[str, ...]:
-  """Return the fields that a template names; "a.b" and "a[0]" name a.
-
-  Raises:
-    ValueError: it is no template of `str.format`.
-  """
+  """Return the fields that a template names; "a.b" and "a[0]" name a."""
   wanted = [name for _, name, _, _ in string.Formatter().parse(template)]
   roots = [name.partition(".")[0].partition("[")[0] for name in wanted if name]
   return tuple(dict.fromkeys(roots))

@@ -33,7 +33,6 @@ class _Scan:
   """What one look at every row of a table finds.
 
   Attributes:
-    table: the rows.
     good: the numbers of the rows that can be used.
     questions: a hash of the question of each of them.
     num_bad: number of the other rows.
@@ -233,12 +232,7 @@ class Rows:
     return self._scan(split).table
 
   def _scanned(self, field: str, uri: uri_lib.Uri) -> _Scan:
-    """Look at every row of a table.
-
-    Raises:
-      sections.ConfigError: it cannot be read or has no rows, or has bad rows
-        and they are not to be skipped.
-    """
+    """Look at every row of a table."""
     field = f"{self.setting}.{field}"
     try:
       table = opening.open_table(uri)

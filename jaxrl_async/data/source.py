@@ -156,23 +156,26 @@ class Source(Protocol):
 
 @runtime_checkable
 class Counted(Protocol):
-  """What a source of finite data can tell besides; all of it is optional."""
+  """What a source of finite data can tell besides; all of it is optional.
+
+  A source that inherits from this class and defines nothing has no end.
+  """
 
   def num_questions(self, split: str) -> int | None:
     """Return the number of distinct questions of a split, if it is known."""
-    ...
+    return None
 
   def epochs(self, split: str, next_index: int) -> dict[str, float]:
     """Return how many passes lie before an index, by name of the data."""
-    ...
+    return {}
 
   def num_bad(self) -> int:
     """Return the number of rows that cannot be used and are left out."""
-    ...
+    return 0
 
   def describe(self) -> list[str]:
     """Return lines about the data for the user."""
-    ...
+    return []
 
 
 def stored(item: dict[str, Any], source_name: str) -> Any:

@@ -57,11 +57,7 @@ def needs_chat(task: sections.TaskSection) -> str | None:
 
 
 def asks_reasoning_gym(task: sections.TaskSection) -> bool:
-  """Return whether the training questions are made by reasoning-gym.
-
-  Raises:
-    ConfigError: the name of a dataset is wrong.
-  """
+  """Return whether the training questions are made by reasoning-gym."""
   return any(
     uri_lib.parse(f"{path}.dataset", each.dataset).kind == uri_lib.REASONING_GYM
     for path, each in _datasets_of(task).items()
@@ -69,14 +65,7 @@ def asks_reasoning_gym(task: sections.TaskSection) -> bool:
 
 
 def check(task: sections.TaskSection) -> None:
-  """Check the names of the data, without reading any.
-
-  Args:
-    task: the section, which `fields.check` has passed.
-
-  Raises:
-    ConfigError: one line that names the field.
-  """
+  """Check the names of the data, without reading any."""
   usual = sections.TaskSection()
   for name in _OWN if task.sources else ():
     value = getattr(task, name)

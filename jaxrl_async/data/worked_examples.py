@@ -83,10 +83,8 @@ def completed(
   """Return a prompt with what is to be learned after it.
 
   Args:
-    prompt: of the source.
     solution: a text, which is learned as it is, or the assistant's message,
       which is learned as the chat template writes it.
-    source: of the prompt.
 
   Raises:
     ValueError: it cannot be tokenized, or is no answer to this prompt.
@@ -128,28 +126,12 @@ class WorkedExamples(example_stream.ExampleStream[WorkedExample]):
     source: prompts.PromptSource,
     warm_start: sections.WarmStartSection,
     *,
-    max_tokens: int,
-    max_unusable: int = example_stream.MAX_UNUSABLE,
     split: str = source_lib.Split.WARM_START,
+    **options: Any,
   ):
-    """Prepare the examples.
-
-    Args:
-      source: of the prompts.
-      warm_start: the solver, and how many examples there are.
-      max_tokens: longest prompt and solution together.
-      max_unusable: see `ExampleStream`.
-      split: of the source.
-
-    Raises:
-      sections.ConfigError: there is no such solver.
-    """
+    """Prepare the examples; the options are those of `ExampleStream`."""
     super().__init__(
-      source,
-      split=split,
-      num_examples=warm_start.num_examples,
-      max_tokens=max_tokens,
-      max_unusable=max_unusable,
+      source, split=split, num_examples=warm_start.num_examples, **options
     )
     self._warm_start = warm_start
     self._solve = worked_solutions.find(
@@ -213,14 +195,6 @@ def chat_example(
   the policy generates. What the template writes after that token, often a line
   break, belongs to the next prompt. Some templates end a turn with the token
   that begins the next one, which is then learned.
-
-  Args:
-    messages: of the chat; the last one is the assistant's.
-    template: of the tokenizer.
-    tokenizer: of the policy.
-    name: of the prompt, for messages.
-    tools: that the assistant may call.
-    is_last_alone: learn the last turn, and none before it.
 
   Raises:
     sections.ConfigError: the template refuses the chat or does not write all of
@@ -301,13 +275,6 @@ def _end_where_next_begins(
   """Return what ends a turn in which the template writes no end.
 
   It is the end of sequence, or the token with which the user's turn begins.
-
-  Args:
-    messages: of the chat up to this turn.
-    tools: that the assistant may call.
-    written: what the template makes of them.
-    template: of the tokenizer.
-    tokenizer: of the policy.
   """
   more = [*messages, {"role": "user", "content": _ASKED}]
   with contextlib.suppress(chat_template_lib.ChatTemplateError):
@@ -322,10 +289,7 @@ def _end_where_next_begins(
 def _length_to_end(
   tokens: Int32[np.ndarray, "_"], tokenizer: tokenizer_lib.Tokenizer
 ) -> int:
-  """Return the length of a beginning that is an end token after spaces.
-
-  It is 0 if there is none.
-  """
+  """Return the length of a beginning that is an end token after spaces."""
   at_end = np.flatnonzero(np.isin(tokens, tokenizer.end_tokens))
   if not len(at_end) or tokenizer.decode(tokens[: at_end[0]]).strip():
     return 0
@@ -338,11 +302,7 @@ def _solution(
   rng: np.random.Generator,
   warm_start: sections.WarmStartSection,
 ) -> str:
-  """Return the text of a solution.
-
-  Raises:
-    sections.ConfigError: the solver fails for this item, or returns no text.
-  """
+  """Return the text of a solution."""
   try:
     with user_code.told():
       solution = solve(prompt.item, rng)
@@ -375,14 +335,8 @@ def validate(
   100 examples are made, and the others when the warm start needs them.
 
   Args:
-    source: of the prompts.
-    warm_start: the solver.
-    max_tokens: longest prompt and solution together.
     scorer: the reward of the run; None accepts extracted answers alone.
     is_scored: whether solutions have to be right.
-
-  Raises:
-    sections.ConfigError: a check failed. The message says what to change.
   """
   if is_scored:
     _validate_scores(source, warm_start, scorer)

@@ -32,8 +32,6 @@ def chain_sum(
   the last "=". With terms of one digit a line has at most 10 characters.
 
   Args:
-    item: an item of reasoning-gym's chain_sum.
-    rng: draws which partial sums are wrong, and by how much.
     corrupted_frac: probability that a partial sum, the last one included, is
       wrong by 1 to 3 in either direction. Later lines continue with the wrong
       sum.
@@ -58,8 +56,6 @@ def number_sorting(
   r"""Return the numbers of an item in order, as "[18,33,61]".
 
   Args:
-    item: an item of reasoning-gym's number_sorting.
-    rng: draws which places are wrong, and with what.
     corrupted_frac: probability that a place has another one of the numbers that
       are left. The next places go on with the rest.
   """
@@ -77,8 +73,6 @@ def countdown(
   r"""Return an expression with the numbers of an item, as "8+7-4".
 
   Args:
-    item: an item of reasoning-gym's countdown.
-    rng: draws which operators are wrong.
     corrupted_frac: probability that an operator is its opposite, + for - and *
       for /, so that the value is another one than the target.
   """
@@ -90,22 +84,28 @@ def countdown(
   )
 
 
+def value_of(item: Mapping[str, Any], name: str) -> Any:
+  """Return what an item has in an entry or a column, None if nothing."""
+  return item.get("metadata", {}).get(name, item.get(name))
+
+
+def did_you_mean(item: Mapping[str, Any], name: str) -> str:
+  """Return a hint to an entry or a column with a similar name, or ""."""
+  known = {*item.get("metadata", {}), *item}
+  return sections.did_you_mean(
+    name, known - {"index", "metadata", "source", name}
+  )
+
+
 def of_field(
   name: str, item: Mapping[str, Any], rng: np.random.Generator
 ) -> str:
-  """Return the text that the data has in an entry or a column.
-
-  Raises:
-    LookupError: it has no such column, or no text there.
-  """
+  """Return the text that the data has in an entry or a column."""
   del rng  # there is one solution
-  metadata = item.get("metadata", {})
-  solution = metadata.get(name, item.get(name))
+  solution = value_of(item, name)
   if not isinstance(solution, str) or not solution.strip():
-    known = {*metadata, *item} - {"index", "metadata", "source"}
     raise LookupError(
-      f"an item has no text in {name!r}"
-      f"{sections.did_you_mean(name, known - {name})}"
+      f"an item has no text in {name!r}{did_you_mean(item, name)}"
     )
   return solution
 
@@ -122,15 +122,7 @@ MESSAGES = "messages"
 
 
 def check(name: str, setting: str = _SETTING) -> None:
-  """Check the form of a solver's name, without importing anything.
-
-  Args:
-    name: see `sections.WarmStartSection`.
-    setting: the field with the name, for messages.
-
-  Raises:
-    sections.ConfigError: it is none of the forms.
-  """
+  """Check the form of a solver's name, without importing anything."""
   place, has_colon, rest = name.partition(":")
   known = (*SOLVERS, MESSAGES)
   if name in known or (has_colon and place and rest):
@@ -143,11 +135,7 @@ def check(name: str, setting: str = _SETTING) -> None:
 
 
 def check_pair(section: sections.PreferenceSection) -> None:
-  """Check the names of the two completions, without importing anything.
-
-  Raises:
-    sections.ConfigError: one of them is wrong, or both are the same column.
-  """
+  """Check the names of the two completions, without importing anything."""
   names = [getattr(section, side) for side in sections.PREFERENCE_SIDES]
   for side, name in zip(sections.PREFERENCE_SIDES, names, strict=True):
     path = f"preference.{side}"
@@ -166,16 +154,7 @@ def check_pair(section: sections.PreferenceSection) -> None:
 
 
 def find(name: str, corrupted_frac: float, setting: str = _SETTING) -> Solver:
-  """Return the solver of a name.
-
-  Args:
-    name: see `sections.WarmStartSection`. A module is imported.
-    corrupted_frac: for the solvers of `SOLVERS`.
-    setting: the field with the name, for messages.
-
-  Raises:
-    sections.ConfigError: there is none.
-  """
+  """Return the solver of a name."""
   check(name, setting)
   if name in SOLVERS:
     return functools.partial(SOLVERS[name], corrupted_frac=corrupted_frac)

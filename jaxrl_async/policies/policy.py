@@ -243,22 +243,22 @@ class Policy:
     longest = max(len(t.tokens) for t in trajectories)
     width = max(_SMALLEST_ROW, 1 << (longest - 1).bit_length())
     forward, sharding, num_rows = self._forward(width, temperature)
-    packed, placement = packing.pack(
+    packed, segments = packing.pack(
       [packing.without_prompt(trajectories)],
       np.zeros((len(trajectories),), np.float32),
       tokens_per_row=width,
       rows_per_microbatch=num_rows,
       num_minibatches=1,
     )
-    values = np.zeros(placement.shape, np.float32)
-    for i in range(placement.shape[1]):
+    values = np.zeros(segments.shape, np.float32)
+    for i in range(segments.shape[1]):
       batch = jax.tree.map(lambda x, i=i: x[0, i], packed)
       found, _ = forward(self._params, mesh_lib.put(batch, sharding))
       values[0, i] = np.asarray(found)
     return [
       logprobs[trajectory.loss_mask]
       for trajectory, logprobs in zip(
-        trajectories, packing.unpack(values, placement), strict=True
+        trajectories, packing.unpack(values, segments), strict=True
       )
     ]
 

@@ -4,6 +4,7 @@ It trains as the warm start of a run does, on the same section of the config.
 `supervised` says what it writes.
 """
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -12,8 +13,9 @@ from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import source as source_lib
+from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.supervised import supervised
-from jaxrl_async.training import packing
+from jaxrl_async.training import example_rows
 from jaxrl_async.training import sft
 
 
@@ -23,11 +25,7 @@ def fine_tune(
   *,
   source: source_lib.Source | None = None,
 ) -> dict[str, Any]:
-  """Start or continue a supervised fine-tuning, and return its summary.
-
-  The arguments and exceptions are those of `supervised.train`, with the section
-  `warm_start`.
-  """
+  """Start or continue a supervised fine-tuning, and return its summary."""
   section = config.warm_start
   sections.require(
     section.num_steps > 0, "warm_start.num_steps", "0 trains nothing; use more"
@@ -50,23 +48,24 @@ def _worked_solutions(
   setup: setup_lib.Setup,
 ) -> tuple[setup_lib.Setup, supervised.Recipe]:
   """Return the recipe of the warm start."""
+  section = setup.config.warm_start
 
-  def packed(
+  def examples(
     split: str, num_examples: int
-  ) -> tuple[packing.PackedBatch, list[str]]:
-    rows, num_too_long = assembly.sft_rows(setup, split, num_examples)
-    if not num_too_long:
-      return rows, []
-    return rows, [
-      f"{num_too_long:,} worked solutions of the split {split} are longer"
-      " than train.tokens_per_row and were left out"
-    ]
+  ) -> worked_examples_lib.WorkedExamples:
+    return worked_examples_lib.WorkedExamples(
+      assembly.prompt_source(setup),
+      dataclasses.replace(section, num_examples=num_examples),
+      max_tokens=setup.config.train.tokens_per_row,
+      split=split,
+    )
 
   return setup, supervised.Recipe(
     kind=supervised.SFT,
-    section=setup.config.warm_start,
+    section=section,
     objective=sft.NEXT_TOKEN,
-    packed=packed,
+    examples=examples,
+    pack=example_rows.pack_examples,
     first_params=lambda: initial_params.with_adapters(
       initial_params.before_training(setup), setup
     ),

@@ -8,7 +8,6 @@ second model is in memory, and a step costs as much as one of supervised
 training on as many tokens.
 """
 
-from collections.abc import Callable
 import functools
 import pathlib
 from typing import Any
@@ -22,7 +21,6 @@ from jaxrl_async.data import pairs as pairs_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.supervised import supervised
-from jaxrl_async.training import packing
 from jaxrl_async.training import preference_objectives
 
 _KIND = "preference"
@@ -34,11 +32,7 @@ def prefer(
   *,
   source: source_lib.Source | None = None,
 ) -> dict[str, Any]:
-  """Start or continue a training on preferences, and return its summary.
-
-  The arguments and exceptions are those of `supervised.train`, with the section
-  `preference`.
-  """
+  """Start or continue a training on preferences, and return its summary."""
   config_checks.check_preference(config)
   return supervised.train(config, workdir, _recipe, source=source)
 
@@ -51,7 +45,8 @@ def _recipe(
     kind=_KIND,
     section=section,
     objective=preference_objectives.preference(section),
-    packed=functools.partial(packed_pairs, setup),
+    examples=functools.partial(pairs_of, setup),
+    pack=preference_objectives.pack_pairs,
     first_params=lambda: initial_params.with_adapters(
       starting_policy(setup), setup
     ),
@@ -60,42 +55,22 @@ def _recipe(
 
 
 def starting_policy(setup: setup_lib.Setup) -> transformer.Params:
-  """Return the policy that training starts from, without adapters.
-
-  Raises:
-    ConfigError: `warm_start.checkpoint` or `model.name` has no such parameters.
-  """
+  """Return the policy that training starts from, without adapters."""
   checkpoint = setup.config.warm_start.checkpoint
   if checkpoint:
     return initial_params.load(checkpoint, setup)
   return initial_params.before_training(setup)
 
 
-def packed_pairs(
-  setup: setup_lib.Setup,
-  split: str,
-  num_examples: int,
-  pack: Callable[..., packing.PackedBatch] = preference_objectives.pack_pairs,
-) -> tuple[packing.PackedBatch, list[str]]:
-  """Return the packed pairs of a split, and lines about those left out.
-
-  Args:
-    setup: of the training.
-    split: of the source.
-    num_examples: number of pairs.
-    pack: makes rows of pairs.
-
-  Raises:
-    ConfigError: the data has no pairs, or none that fits into a row.
-  """
-  tokens_per_row = setup.config.train.tokens_per_row
-  pairs = pairs_lib.Pairs(
+def pairs_of(
+  setup: setup_lib.Setup, split: str, num_examples: int
+) -> pairs_lib.Pairs:
+  """Return the pairs of a split."""
+  return pairs_lib.Pairs(
     assembly.prompt_source(setup),
     setup.config.preference,
     corrupted_frac=setup.config.warm_start.corrupted_frac,
     split=split,
     num_examples=num_examples,
-    max_tokens=tokens_per_row,
+    max_tokens=setup.config.train.tokens_per_row,
   )
-  rows = pack(list(pairs), tokens_per_row=tokens_per_row)
-  return rows, [f"split {split}: {line}" for line in pairs.left_out()]

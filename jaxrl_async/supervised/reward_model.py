@@ -55,11 +55,7 @@ def train(
   *,
   source: source_lib.Source | None = None,
 ) -> dict[str, Any]:
-  """Start or continue the training of a reward model.
-
-  The arguments, the result and the exceptions are those of `supervised.train`,
-  with the section `preference`.
-  """
+  """Start or continue the training of a reward model."""
   config_checks.check_preference(config)
   return supervised.train(config, workdir, _recipe, source=source)
 
@@ -68,19 +64,18 @@ def _recipe(
   setup: setup_lib.Setup,
 ) -> tuple[setup_lib.Setup, supervised.Recipe]:
   if setup.config.preference.reward_loss is sections.RewardLoss.STEPS:
-    objective = reward_objectives.STEPS
-    packed = functools.partial(_packed_steps, setup)
+    objective, pack = reward_objectives.STEPS, reward_objectives.pack_steps
+    examples = functools.partial(_labelled_solutions, setup)
   else:
-    objective = reward_objectives.PAIRS
-    packed = functools.partial(
-      prefer.packed_pairs, setup, pack=reward_objectives.pack_pairs
-    )
+    objective, pack = reward_objectives.PAIRS, reward_objectives.pack_pairs
+    examples = functools.partial(prefer.pairs_of, setup)
   scored = _with_scalar_head(setup)
   return scored, supervised.Recipe(
     kind=_KIND,
     section=setup.config.preference,
     objective=objective,
-    packed=packed,
+    examples=examples,
+    pack=pack,
     first_params=lambda: _first_params(setup, scored),
   )
 
@@ -102,21 +97,16 @@ def _first_params(
   return initial_params.with_adapters(params, scored)
 
 
-def _packed_steps(
+def _labelled_solutions(
   setup: setup_lib.Setup, split: str, num_examples: int
-) -> tuple[packing.PackedBatch, list[str]]:
-  tokens_per_row = setup.config.train.tokens_per_row
-  solutions = labelled_steps.Solutions(
+) -> labelled_steps.Solutions:
+  return labelled_steps.Solutions(
     assembly.prompt_source(setup),
     setup.config.preference,
     split=split,
     num_examples=num_examples,
-    max_tokens=tokens_per_row,
+    max_tokens=setup.config.train.tokens_per_row,
   )
-  rows = reward_objectives.pack_steps(
-    list(solutions), tokens_per_row=tokens_per_row
-  )
-  return rows, [f"split {split}: {line}" for line in solutions.left_out()]
 
 
 # -- scoring ------------------------------------------------------------------
@@ -128,17 +118,12 @@ def scores(
   """Yield what a trained reward model says of each row of a dataset.
 
   Args:
-    config: that it was trained with.
-    workdir: that it was trained in.
     dataset: URI of rows, with the prompt's columns as `task` names them, and a
       column `completion`; or, for a model of steps, the column of steps.
 
   Yields:
     `row`, and `score`, a number; or `steps`, for each step the probability that
     it is right.
-
-  Raises:
-    ConfigError: there is no such model, or a row cannot be scored.
   """
   scorer = Scorer(config, workdir)
   examples = list(_examples(scorer.setup, dataset))
@@ -158,15 +143,7 @@ class Scorer:
   """
 
   def __init__(self, config: sections.Config, workdir: pathlib.Path):
-    """Read the model.
-
-    Args:
-      config: that it was trained with.
-      workdir: that it was trained in.
-
-    Raises:
-      ConfigError: there is no such model.
-    """
+    """Read the model."""
     continued_settings.check_file(config, workdir)
     self.setup = _with_scalar_head(setup_lib.resolve(config, jax.devices()))
     self._params = load(self.setup, workdir)
@@ -194,7 +171,7 @@ class Scorer:
       examples: one or more, none of them longer than a row.
     """
     segments = example_rows.plan(
-      [example_rows.trajectory(i, x) for i, x in enumerate(examples)],
+      examples,
       tokens_per_row=self.setup.config.train.tokens_per_row,
     )
     found = self._passes.of_tokens(
@@ -207,15 +184,7 @@ class Scorer:
 
 
 def load(setup: setup_lib.Setup, workdir: pathlib.Path) -> transformer.Params:
-  """Return the parameters of a trained reward model, on the training slice.
-
-  Args:
-    setup: of the reward model.
-    workdir: that it was trained in.
-
-  Raises:
-    ConfigError: there is none, or one of another shape.
-  """
+  """Return the parameters of a trained reward model, on the training slice."""
   path = workdir / supervised.PARAMS
   sections.require(
     checkpoint.latest(path) is not None,
@@ -243,11 +212,7 @@ def _scalars(
 def _examples(
   setup: setup_lib.Setup, dataset: str
 ) -> Iterator[worked_examples_lib.WorkedExample]:
-  """Yield the texts of a dataset, whose loss mask says where they are scored.
-
-  Raises:
-    ConfigError: a row has no such text, or one that no row of tokens holds.
-  """
+  """Yield the texts of a dataset; the loss mask says where they are scored."""
   config, source = setup.config, assembly.prompt_source(setup)
   try:
     table = opening.open_table(uri_lib.parse("score", dataset))

@@ -60,12 +60,7 @@ class _Server(http_server.ThreadingHTTPServer):
     )
 
   def scores(self, body: bytes) -> list[float]:
-    """Return the score of each completion of a request.
-
-    Raises:
-      _Refusal: the request cannot be scored.
-      CancelledError: the server ends.
-    """
+    """Return the score of each completion of a request."""
     examples = self._examples(body)
     if not examples:
       return []
@@ -146,16 +141,6 @@ def serve(
 
   A completion is encoded anew, after the prompt that this config makes of its
   item, and scored after the end token, also if it was cut off.
-
-  Args:
-    config: that the model was trained with.
-    workdir: that it was trained in.
-    port: 0 takes a free one.
-    stop: the stop request, which a signal sets.
-    on_ready: is called with the address once requests are answered.
-
-  Raises:
-    ConfigError: there is no such model, or one of steps.
   """
   sections.require(
     config.preference.reward_loss is sections.RewardLoss.BRADLEY_TERRY,

@@ -27,6 +27,7 @@ from jaxrl_async.assembly import continued_settings
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
+from jaxrl_async.data import example_stream
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import peft_files
@@ -54,13 +55,6 @@ class Validation:
 
   They are in the unit of the objective: nats per token, per pair or per step;
   for IPO squared nats.
-
-  Attributes:
-    first: before training.
-    best: the least one.
-    best_step: the step after which it was measured.
-    last: the newest one.
-    num_worse: evaluations since the best one.
   """
 
   first: float | None = None
@@ -88,10 +82,8 @@ class Recipe:
 
   Attributes:
     kind: the beginning of the names of its metrics. A workdir is of one kind.
-    section: number of steps, examples and measurements.
-    objective: what is minimised.
-    packed: returns the rows of a split with this many examples, and lines about
-      examples that were left out.
+    examples: returns so many examples of a split.
+    pack: returns rows of `tokens_per_row` tokens with a list of examples.
     first_params: returns the parameters to start from, with their adapters.
     needs_reference: rows have the field `preference_objectives.REFERENCE`, from
       the parameters before training.
@@ -100,7 +92,8 @@ class Recipe:
   kind: str
   section: sections.WarmStartSection | sections.PreferenceSection
   objective: sft.Objective
-  packed: Callable[[str, int], tuple[packing.PackedBatch, list[str]]]
+  examples: Callable[[str, int], example_stream.ExampleStream]
+  pack: Callable[..., packing.PackedBatch]
   first_params: Callable[[], transformer.Params]
   needs_reference: bool = False
 
@@ -120,12 +113,7 @@ class FineTuning:
     stop: supervisor_lib.StopRequest,
     claim: workdir_lib.Claim,
   ):
-    """Pack the examples, and restore the newest checkpoint if there is one.
-
-    Raises:
-      ConfigError: the examples cannot be used, or the workdir belongs to
-        something else.
-    """
+    """Pack the examples, and restore the newest checkpoint if there is one."""
     self._setup = setup
     self._recipe = recipe
     self._section = recipe.section
@@ -174,13 +162,7 @@ class FineTuning:
       self._add_reference(None if stored is None else stored[1])
 
   def run(self) -> dict[str, Any]:
-    """Train to the end, and return the fields of the summary.
-
-    Raises:
-      Interrupted: a signal asked to stop; a checkpoint was written.
-      WarmStartError: too many updates in a row were not finite.
-      StorageError: a file could not be written.
-    """
+    """Train to the end, and return the fields of the summary."""
     start_s = time.perf_counter()
     self._setup.tokenizer.save(self._workdir / "tokenizer")
     trainer, section = self._trainer, self._section
@@ -250,11 +232,7 @@ class FineTuning:
     return bool(patience) and self._validation.num_worse >= patience
 
   def _validate(self, values: Mapping[str, float]) -> None:
-    """Measure the validation loss, and keep the parameters if it is the best.
-
-    Args:
-      values: the other metrics of the step.
-    """
+    """Measure the validation loss, and keep the parameters that are best."""
     assert self._held_out is not None
     step = self._trainer.num_steps_done
     found = self._trainer.measure(self._held_out)
@@ -289,9 +267,12 @@ class FineTuning:
 
   def _packed(self, split: str, num_examples: int) -> packing.PackedBatch:
     """Return the packed examples of a split, and tell what was left out."""
-    rows, lines = self._recipe.packed(split, num_examples)
-    for line in lines:
-      self._progress.note(line)
+    examples = self._recipe.examples(split, num_examples)
+    rows = self._recipe.pack(
+      list(examples), tokens_per_row=self._setup.config.train.tokens_per_row
+    )
+    for line in examples.left_out():
+      self._progress.note(f"split {split}: {line}")
     return rows
 
   # -- checkpoints ------------------------------------------------------------
@@ -301,12 +282,7 @@ class FineTuning:
     return self._workdir / workdir_lib.FINE_TUNING
 
   def _check_in_place(self) -> None:
-    """Check the workdir, so that none is made anew where it was.
-
-    Raises:
-      StorageError: it is not reached.
-      WorkdirError: another one is in its place.
-    """
+    """Check the workdir, so that none is made anew where it was."""
     with disk.writing(self._workdir):
       self._claim.check_in_place()
 
@@ -323,7 +299,6 @@ class FineTuning:
         "metrics": self._writer.state(),
         "reference": self._reference,
         "rows_digest": self._rows_digest,
-        "data": self._versions(),
         "config": config_json.to_stored(self._setup.config),
       },
       [],
@@ -331,12 +306,7 @@ class FineTuning:
     )
 
   def _newest(self) -> tuple[int, dict[str, Any]] | None:
-    """Return step and host state of the newest whole checkpoint, if any.
-
-    Raises:
-      ConfigError: all of them are damaged, or it belongs to another kind of
-        training, to another config or to other data.
-    """
+    """Return step and host state of the newest whole checkpoint, if any."""
     try:
       checkpoint.recover(self._directory)
       whole = checkpoint.newest_whole(self._directory, self._progress.note)
@@ -357,12 +327,6 @@ class FineTuning:
       then, self._setup.config, self._workdir, has_outstanding=False
     )
     if self._recipe.needs_reference:
-      sections.require(
-        stored["data"] == self._versions(),
-        "task.dataset",
-        f"the data has changed since the checkpoint in {self._workdir} was"
-        " written, which has reference logprobs of it; use an empty workdir",
-      )
       dtype = self._setup.config.model.compute_dtype
       sections.require(
         dtype == then.model.compute_dtype,
@@ -376,27 +340,20 @@ class FineTuning:
       checkpoint.make_ready(self._directory)
     return step, stored
 
-  def _versions(self) -> dict[str, str]:
-    return dict(self._setup.source.versions)
-
   def _parts(self) -> dict[str, packing.PackedBatch]:
     """Return the train rows, and the held-out ones if there are any."""
     named = {"train": self._rows, "held_out": self._held_out}
     return {name: rows for name, rows in named.items() if rows is not None}
 
   def _check_rows(self, stored: Mapping[str, Any]) -> None:
-    """Check that the reference of a checkpoint is of the rows of this start.
-
-    Raises:
-      ConfigError: it is of others, or does not say of which.
-    """
+    """Check that the reference of a checkpoint is of the rows of this start."""
     sections.require(
-      stored.get("rows_digest") == self._rows_digest,
+      stored["rows_digest"] == self._rows_digest,
       "train.tokens_per_row",
       f"the checkpoint in {self._workdir} has reference logprobs of other rows"
-      " of pairs, or does not say of which; use what it was written with, which"
-      " is train.tokens_per_row, eval.sets and the functions of"
-      " preference.chosen and preference.rejected, or an empty workdir",
+      " of pairs; use what it was written with, which is the data,"
+      " train.tokens_per_row, eval.sets and the functions of preference.chosen"
+      " and preference.rejected, or an empty workdir",
     )
 
   def _add_reference(self, stored: Mapping[str, Any] | None) -> None:
@@ -404,9 +361,6 @@ class FineTuning:
 
     It is computed once and stored with each checkpoint. So it stays the same
     bits, and the parameters before training are not needed again.
-
-    Args:
-      stored: by the checkpoint that this start continues from.
     """
     parts = self._parts()
     if stored is None:
@@ -448,7 +402,6 @@ def train(
       and in which shapes. The section of the recipe says how.
     workdir: directory of this training alone.
     recipe_of: returns the recipe, and the setup of the model that it trains.
-    source: the source of the examples; None is the dataset of `task.dataset`.
 
   Raises:
     ConfigError: a setting is wrong, or the examples or the workdir cannot be

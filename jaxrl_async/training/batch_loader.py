@@ -24,7 +24,6 @@ class Loaded(Generic[Prepared]):
   """A prepared batch and the time at which its groups were taken.
 
   Attributes:
-    batch: the result of `prepare`.
     taken_s: when the groups were taken from the buffer, in seconds of
       `time.perf_counter`.
   """
@@ -57,8 +56,6 @@ class BatchLoader(Generic[Prepared]):
     """Create a loader of the batches of steps first_step to end_step - 1.
 
     Args:
-      buffer: from which the groups are taken.
-      prepare: makes a batch of the groups of a step.
       first_step: the first step that has not taken its batch.
       end_step: the number of steps of the run.
       new_condition: makes the condition; on another clock, of another kind.

@@ -22,7 +22,6 @@ def placed(
 
   Args:
     segments: at least those in the rows of this process's devices.
-    sharding: of each array.
   """
   shape = segments.shape
   holders = collections.defaultdict(list)

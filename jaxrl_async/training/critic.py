@@ -44,21 +44,6 @@ NORMALIZED_RETURNS = "normalized_returns"
 NUM_FIELDS = 7
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Critic:
-  """How a critic is trained beside the policy.
-
-  Attributes:
-    trunk: the layers that its values are computed from.
-    warmup_steps: train steps of the run in which the policy does not learn.
-    normalize_decay: as in `CriticSection`.
-  """
-
-  trunk: sections.CriticTrunk
-  warmup_steps: int
-  normalize_decay: float
-
-
 def first_params(
   settings: train_state.ModelSettings, policy: transformer.Params
 ) -> transformer.Params:
@@ -67,7 +52,6 @@ def first_params(
   The layers are the policy's. The head is zero, so that the values are too.
 
   Args:
-    settings: of the critic.
     policy: the policy's parameters, without adapters if the trunk is its own.
   """
   shapes = jax.eval_shape(settings.init_params, jax.random.key(0))
@@ -86,15 +70,7 @@ def _after_tokens(
   hidden: Float[Array, "B T D"] | None,
   batch: packing.PackedBatch,
 ) -> Float[Array, "B T"]:
-  """Return the prediction for the state after each token of a microbatch.
-
-  Args:
-    trunk: of the critic.
-    forward: settings of its forward pass.
-    params: of the critic.
-    hidden: the policy's, if the trunk is shared.
-    batch: the microbatch.
-  """
+  """Return the prediction for the state after each token of a microbatch."""
   if trunk is sections.CriticTrunk.SHARED:
     assert hidden is not None
     return transformer.scalars(hidden, params[train_state.VALUE_HEAD])
@@ -145,14 +121,6 @@ def gae_stage(
 
   It has to come after `value_stage`, and with a coefficient after the stage of
   the reference.
-
-  Args:
-    gamma: as in `gae.generalized_advantages`.
-    gae_lambda: as there.
-    is_whitened: whether the advantages become `gae.whitened`.
-    normalize_decay: as in `CriticSection`.
-    kl_coef: coefficient of the divergence in the reward; 0 has none there.
-    kl_clip: as in `gae.kl_rewards`.
   """
 
   def run(given: train_step.Given) -> train_step.Fields:
@@ -215,11 +183,6 @@ def with_value_loss(
 
   The mean is over the loss tokens of the minibatch, whatever the aggregation of
   the policy's loss.
-
-  Args:
-    loss: L.
-    coef: the coefficient.
-    clip: as in `value_functions.value_loss`.
   """
 
   def both(
@@ -253,7 +216,7 @@ def with_value_loss(
 
 
 def update(
-  critic: Critic,
+  critic: sections.CriticSection,
   forwards: Mapping[str, train_step.ForwardSettings],
   loss: objectives.Loss,
   diagnostic: objectives.Diagnostic,
@@ -270,14 +233,7 @@ def update(
   policy and its optimizer's state stay as they are, bit for bit.
 
   Args:
-    critic: how the critic is trained.
-    forwards: settings of the forward pass of each model.
-    loss: includes `with_value_loss`.
-    diagnostic: as in `train_step.update`.
-    optimizers: as in `train_step.update`.
-    state: the state before the step.
     batch: with the fields of `value_stage` and `gae_stage`.
-    policy_version: the version of the weights in `state`.
     num_epochs: as in `train_step.update`. The statistics get the returns of the
       batch once.
   """

@@ -26,7 +26,6 @@ def fields(
   for the tokens of a trajectory that ended at a limit of tokens, and else 0.
 
   Args:
-    trajectories: with their rewards.
     shaped: makes of the scores of all trajectories what is learned from.
     token_scale: is multiplied by the scores of tokens.
   """

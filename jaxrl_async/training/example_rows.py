@@ -36,18 +36,13 @@ def trajectory(
 
 
 def plan(
-  trajectories: Sequence[types.Trajectory],
+  examples: Iterable[worked_examples_lib.WorkedExample],
   *,
   tokens_per_row: int,
   fields: Mapping[str, Sequence[Float[np.ndarray, "_"]]] | None = None,
 ) -> segments_lib.Segments:
-  """Decide in which row each trajectory lies.
-
-  Args:
-    trajectories: none of them is longer than a row.
-    tokens_per_row: length of a row.
-    fields: as in `packing.plan`.
-  """
+  """Decide in which row each example lies."""
+  trajectories = [trajectory(i, example) for i, example in enumerate(examples)]
   return packing.plan(
     [packing.without_prompt(trajectories)],
     np.zeros((len(trajectories),), np.float32),
@@ -70,8 +65,7 @@ def pack_examples(
   examples: Iterable[worked_examples_lib.WorkedExample], *, tokens_per_row: int
 ) -> packing.PackedBatch:
   """Return the examples packed into rows, as [R, T] arrays."""
-  trajectories = [trajectory(i, example) for i, example in enumerate(examples)]
-  return rows_of(plan(trajectories, tokens_per_row=tokens_per_row))
+  return rows_of(plan(examples, tokens_per_row=tokens_per_row))
 
 
 def row_order(
@@ -86,8 +80,6 @@ def row_order(
   Args:
     sizes: the number of rows of each part. A size is asked for when the rows
       before it have been given out.
-    rows_per_batch: number of rows of a step.
-    seed: of the order.
   """
   rng = np.random.default_rng(seed)
   sizes = iter(sizes)
@@ -118,8 +110,6 @@ def packed_ahead(
 
   Args:
     examples: is iterated over in the thread.
-    tokens_per_row: T.
-    examples_per_part: number of examples that are packed together.
   """
   stream = iter(examples)
 
@@ -142,8 +132,6 @@ def batches(
   Args:
     parts: rows, as from `packed_ahead`; at least one. A part is asked for when
       the rows before it have been given out.
-    rows_per_batch: number of rows of a step.
-    seed: of the order.
   """
   made: list[packing.PackedBatch] = []
 

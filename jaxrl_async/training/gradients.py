@@ -18,13 +18,6 @@ from jaxrl_async.training import train_state
 Metrics = dict[str, jax.Array]
 
 
-def _in_memory_of(tree: Any, like: Any) -> Any:
-  """Move each array to the memory space of its counterpart in `like`."""
-  return jax.tree.map(
-    lambda x, y: jax.device_put(x, jax.typeof(y).memory_space), tree, like
-  )
-
-
 def apply(
   optimizers: train_state.Optimizers,
   state: train_state.TrainState,
@@ -36,10 +29,6 @@ def apply(
   """Make one optimizer step, or none if loss or gradient is not finite.
 
   Args:
-    optimizers: the optimizer of each trained model by name.
-    state: the state before the step.
-    gradients: the gradients of the same models' trainable parameters.
-    loss: the loss that was differentiated.
     learns: by name, whether a model makes the step. One that is not named does.
     has_loss: whether any token has a share of the loss. Without one no model
       makes the step: momentum and decay would move it although nothing was
@@ -78,17 +67,13 @@ def _stepped(
   gradients: transformer.Params,
   is_good: Bool[Array, ""],
 ) -> train_state.ModelState:
-  """Return one model after an optimizer step, or unchanged unless `is_good`.
-
-  An optimizer state in host memory is moved to the device for the step and
-  moved back afterwards.
-  """
-  before = jax.device_put(state.opt_state, jax.memory.Space.Device)
+  """Return one model after an optimizer step, or unchanged unless `is_good`."""
+  before = train_state.on_device(state.opt_state)
   # Optax multiplies floats by its int32 step count. The strict dtype promotion
   # of the tests forbids that.
   with jax.numpy_dtype_promotion("standard"):
     updates, after = optimizer.update(gradients, before, state.trainable)
-  trainable, opt_state = _in_memory_of(
+  trainable, opt_state = train_state.in_memory_of(
     jax.tree.map(
       lambda new, old: jnp.where(is_good, new, old),
       (optax.apply_updates(state.trainable, updates), after),
@@ -115,9 +100,6 @@ def accumulate(
     loss_fn: takes the parameters, and a microbatch or the rows of it that such
       a device has. Returns loss and metrics, which are sums over rows. Its
       arrays are laid out by `layout.in_data_parallel()`.
-    params: what the loss is differentiated with respect to, by model.
-    microbatches: [K, B, T] arrays.
-    num_used: the number of microbatches with tokens.
     layout: of the program; None leaves it all to the compiler.
   """
   axes = () if layout is None else layout.data_parallel

@@ -9,6 +9,7 @@ only measured, so that they are the same for every loss.
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 
 import jax
 from jax import numpy as jnp
@@ -48,8 +49,6 @@ class Microbatch:
       of the state after each token; logprobs and entropies are then 0.
     batch: the packed arrays. `batch.fields` holds what the stages before the
       update added.
-    totals: the `minibatch_totals` of the whole minibatch.
-    policy_version: the version of the weights before the train step.
     minibatch: how many updates the train step has made before: the index of the
       minibatch, plus the number of minibatches for each earlier epoch.
   """
@@ -71,12 +70,7 @@ class Microbatch:
 def row_sum(
   values: Float[Array, "B T"], ids: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-  """Return for each token the sum over the tokens of its row with its id.
-
-  Args:
-    values: of each token.
-    ids: 0 to T. Segment ids are such, with 0 for padding.
-  """
+  """Return for each token the sum over the tokens of its row with its id."""
   num_ids = values.shape[1] + 1
 
   def of_row(values: Array, ids: Array) -> Array:
@@ -96,13 +90,6 @@ def minibatch_totals(batch: packing.PackedBatch) -> Sums:
   """Count the loss tokens of a minibatch, and the trajectories that have some.
 
   Losses divide by these counts.
-
-  Args:
-    batch: one minibatch, [K, B, T] arrays.
-
-  Returns:
-    `num_loss_tokens`, the number of tokens in `loss_mask`, and
-    `num_trajectories`.
   """
   mask = batch.loss_mask
   # A trajectory counts at its first loss token: the last one before it in the
@@ -119,10 +106,7 @@ def minibatch_totals(batch: packing.PackedBatch) -> Sums:
 
 
 def loglinear(micro: Microbatch) -> Float[Array, "B T"]:
-  """Return proximal logprobs by log-linear interpolation.
-
-  See `losses.loglinear_proximal_logprobs`.
-  """
+  """Return proximal logprobs by log-linear interpolation."""
   return losses.loglinear_proximal_logprobs(
     micro.logprobs,
     micro.batch.behavior_logprobs,
@@ -186,15 +170,13 @@ def gspo(*, clip_low: ScalarLike, clip_high: ScalarLike) -> TokenObjective:
   def objective(
     micro: Microbatch, anchor_logprobs: Float[Array, "B T"]
   ) -> losses.Objective:
-    return losses.gspo_objective(
-      micro.logprobs,
-      anchor_logprobs,
-      micro.batch.advantages,
-      micro.batch.loss_mask,
+    of_tokens = functools.partial(
+      losses.gspo_objective,
       clip_low=clip_low,
       clip_high=clip_high,
       sequence_sum=micro.segment_sum,
     )
+    return per_token(of_tokens)(micro, anchor_logprobs)
 
   return objective
 
@@ -211,10 +193,6 @@ def behavior_correction(
   """Return the weights of `corrections`, 0 for tokens that are left out.
 
   Args:
-    level: as in `corrections.behavior_weights`.
-    floor: as in `corrections.behavior_weights`.
-    cap: as in `corrections.behavior_weights`.
-    cap_mode: as in `corrections.behavior_weights`.
     has_second_moment: leave out the tokens that `stages.second_moment_stage`
       has found.
     sequence_kl_bound: as in `corrections.within_sequence_kl`; 0 keeps all.
@@ -283,9 +261,6 @@ def policy_loss(
   decoupled PPO of AReaL, arXiv:2505.24298 eq. 5.
 
   Args:
-    objective: O, of the microbatch and the logprobs of the anchor.
-    correction: w, of the microbatch and the proximal logprobs.
-    average: of the minibatch.
     proximal: returns the proximal logprobs of a microbatch. It is one of
       `PROXIMAL_MODES`.
     is_coupled: whether the anchor is the behavior policy. It is the proximal
@@ -328,12 +303,8 @@ def with_penalties(
   left out.
 
   Args:
-    loss: L.
-    average: of the minibatch.
     kl_coef: coefficient of the divergence from the reference, whose logprobs
       `stages.reference_stage` adds to the batch.
-    kl_estimator: of the divergence.
-    entropy_coef: coefficient of the entropy of the policy's distributions.
     kl_in_reward: the divergence is a part of the advantages already, and is
       only measured here.
   """

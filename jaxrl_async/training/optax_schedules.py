@@ -22,14 +22,10 @@ def of_entry(path: str, value: float, entry: Mapping[str, Any]) -> Schedule:
   """Return the schedule that an entry of a config describes.
 
   Args:
-    path: of the entry, for messages.
     value: of the field that has the schedule. Unless the entry says otherwise,
       a schedule with a peak rises from 0 to this value, and any other starts
       with it.
     entry: `schedule`, a name of `algorithm_section.SCHEDULES`, and arguments.
-
-  Raises:
-    ConfigError: Optax does not take these arguments.
   """
   arguments = {
     name: _boundaries(path, x) if isinstance(x, dict) else x

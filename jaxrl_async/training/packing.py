@@ -86,48 +86,14 @@ class PackedBatch(NamedTuple):
     return self._replace(**own, fields={**self.fields, **further})
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Placement:
-  """Where each trajectory was packed, in the order of `pack`'s input.
-
-  The arrays stay on the host.
-
-  Attributes:
-    starts: index of each trajectory's first token in the flattened packed
-      array. `np.unravel_index` gives minibatch, microbatch, row and column.
-    lengths: number of tokens of each trajectory.
-    shape: shape of the packed arrays.
-  """
-
-  starts: Int[np.ndarray, "trajectories"]
-  lengths: Int[np.ndarray, "trajectories"]
-  shape: tuple[int, int, int, int]
-
-  @property
-  def pack_efficiency(self) -> float:
-    """Share of tokens that are not padding, in the microbatches in use."""
-    per_microbatch = self.shape[2] * self.shape[3]
-    num_used = len(np.unique(self.starts // per_microbatch))
-    return float(self.lengths.sum() / (num_used * per_microbatch))
-
-
 def pack(
   groups: list[RolloutGroup],
   advantages: Advantages,
   **settings: Any,
-) -> tuple[PackedBatch, Placement]:
-  """Pack all trajectories of the groups, deterministically.
-
-  Args:
-    groups: as in `plan`.
-    advantages: as in `plan`.
-    **settings: the other arguments of `plan`.
-
-  Returns:
-    The packed arrays, and where each trajectory is in them.
-  """
+) -> tuple[PackedBatch, segments_lib.Segments]:
+  """Pack all trajectories of the groups, deterministically."""
   segments = plan(groups, advantages, **settings)
-  return packed_batch(dict(segments.filled())), placement(segments)
+  return packed_batch(dict(segments.filled())), segments
 
 
 def without_overlong(groups: list[RolloutGroup]) -> list[RolloutGroup]:
@@ -155,13 +121,6 @@ def packed_batch(arrays: Mapping[str, Any]) -> PackedBatch:
   return PackedBatch(**own, fields=fields)
 
 
-def placement(segments: segments_lib.Segments) -> Placement:
-  """Return where each trajectory lies in the packed arrays."""
-  return Placement(
-    starts=segments.starts, lengths=segments.lengths, shape=segments.shape
-  )
-
-
 def plan(
   groups: list[RolloutGroup],
   advantages: Advantages,
@@ -176,11 +135,8 @@ def plan(
   """Decide where each trajectory of the groups is packed, deterministically.
 
   Args:
-    groups: the groups; their trajectories are packed in order, group by group.
     advantages: one advantage per trajectory, or for each an array with one per
       token.
-    tokens_per_row: length of a row. The longest trajectory must fit into it.
-    rows_per_microbatch: rows of one forward and backward pass.
     num_minibatches: number of optimizer steps. Trajectories, not groups, are
       dealt to minibatches: an equal number to each, or one more to some, the
       longest completion first, each to the minibatch with the fewest loss
@@ -256,8 +212,6 @@ class _Rows:
   """The row of each trajectory within its minibatch, and its place in the row.
 
   Attributes:
-    row: index of the row, counted from the first row of the minibatch.
-    column: column of the trajectory's first token.
     segment: segment id of the trajectory: 1, 2, ... along the row.
     used: for each minibatch, the number of its rows.
   """
@@ -377,8 +331,6 @@ def expected_microbatches(
   Args:
     num_trajectories: the number of trajectories of a minibatch.
     max_tokens: the longest trajectory in tokens.
-    tokens_per_row: length of a row.
-    rows_per_microbatch: rows of a microbatch.
   """
   num_rows = -(-num_trajectories // (tokens_per_row // max_tokens))
   return -(-num_rows // rows_per_microbatch)
@@ -392,13 +344,13 @@ def num_used_microbatches(
 
 
 def unpack(
-  packed: Shaped[Any, "M K B T"], placement: Placement
+  packed: Shaped[Any, "M K B T"], segments: segments_lib.Segments
 ) -> list[np.ndarray]:
   """Return one array per trajectory, in the order of `pack`'s input."""
   flat = np.asarray(packed).reshape(-1)
   return [
     flat[start : start + length]
-    for start, length in zip(placement.starts, placement.lengths, strict=True)
+    for start, length in zip(segments.starts, segments.lengths, strict=True)
   ]
 
 
@@ -461,15 +413,7 @@ def _first_fit(
   Int[np.ndarray, "trajectories"],
   Int[np.ndarray, "rows"],
 ]:
-  """Pack by first-fit decreasing.
-
-  The longest trajectory comes first. Each goes into the first row that has room
-  for it.
-
-  Returns:
-    The row, the column of the first token and the segment id of each
-    trajectory, and the number of tokens in each row.
-  """
+  """Pack by first-fit decreasing."""
   row = np.zeros_like(lengths)
   column = np.zeros_like(lengths)
   segment = np.zeros_like(lengths)

@@ -37,11 +37,9 @@ def pack_pairs(
   The rows are those that the joined pairs would be packed into. There each of
   them is divided into its two trajectories.
   """
-  joined = [
-    example_rows.trajectory(member, pairs_lib.joined(pair))
-    for member, pair in enumerate(pairs)
-  ]
-  whole = example_rows.plan(joined, tokens_per_row=tokens_per_row)
+  whole = example_rows.plan(
+    map(pairs_lib.joined, pairs), tokens_per_row=tokens_per_row
+  )
   split = [
     example_rows.trajectory(member, example)
     for member, pair in enumerate(pairs)
@@ -70,11 +68,7 @@ def is_first_token(batch: packing.PackedBatch) -> Bool[Any, "*leading T"]:
 
 
 def digest(*parts: packing.PackedBatch) -> str:
-  """Return what differs if a trajectory or its place in the rows does.
-
-  Args:
-    *parts: results of `pack_pairs`, in host memory.
-  """
+  """Return what differs if a trajectory or its place in the rows does."""
   found = hashlib.sha256()
   for rows in parts:
     for array in (
@@ -108,7 +102,6 @@ def margins(
   """Return by how much the value of the chosen one is larger.
 
   Args:
-    batch: rows of pairs.
     values: what is compared, at the first token of each trajectory.
 
   Returns:

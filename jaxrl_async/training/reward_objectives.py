@@ -54,13 +54,9 @@ def pack_steps(
   solutions: Sequence[labelled_steps.LabelledSteps], *, tokens_per_row: int
 ) -> packing.PackedBatch:
   """Return solutions packed into rows, with the field `LABELS`."""
-  trajectories = [
-    example_rows.trajectory(member, solution.example)
-    for member, solution in enumerate(solutions)
-  ]
   return example_rows.rows_of(
     example_rows.plan(
-      trajectories,
+      [solution.example for solution in solutions],
       tokens_per_row=tokens_per_row,
       fields={LABELS: [solution.labels for solution in solutions]},
     )

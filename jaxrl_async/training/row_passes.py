@@ -30,14 +30,7 @@ class RowPasses:
     rows_per_microbatch: int,
     rows_per_batch: int,
   ):
-    """Set up the sharding.
-
-    Args:
-      mesh: the mesh of the training slice.
-      rules: which mesh axes split which logical axes.
-      rows_per_microbatch: B.
-      rows_per_batch: K times B.
-    """
+    """Set up the sharding."""
     self._rows_per_microbatch = rows_per_microbatch
     self._rows_per_batch = rows_per_batch
     self._sharding = mesh_lib.sharding(
@@ -58,13 +51,7 @@ class RowPasses:
     params: transformer.Params,
     rows: packing.PackedBatch,
   ) -> Iterator[Any]:
-    """Yield the results of a program for all rows. Rows of zeros are padding.
-
-    Args:
-      program: takes parameters and a batch on the devices.
-      params: on the devices.
-      rows: any number of rows.
-    """
+    """Yield a program's results for all rows. Rows of zeros are padding."""
     per_call = self._rows_per_batch
     for first in range(0, len(rows.tokens), per_call):
       batch = jax.tree.map(

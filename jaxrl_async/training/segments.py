@@ -43,7 +43,6 @@ class Segments:
   """Where trajectories lie in [M, K, B, T] arrays, and what is written there.
 
   Attributes:
-    shape: of the arrays.
     starts: index of each trajectory's first token in the flattened array.
     lengths: number of tokens of each trajectory.
     segment_ids: 1, 2, ... along the row.
@@ -63,6 +62,13 @@ class Segments:
   def names(self) -> list[str]:
     """The names of all arrays, further fields last."""
     return [*ARRAYS, *(name for name in self.values if name not in ARRAYS)]
+
+  @property
+  def pack_efficiency(self) -> float:
+    """Share of tokens that are not padding, in the microbatches in use."""
+    per_microbatch = self.shape[2] * self.shape[3]
+    num_used = len(np.unique(self.starts // per_microbatch))
+    return float(self.lengths.sum() / (num_used * per_microbatch))
 
   def of_rows(self, rows: Sequence[int]) -> "Segments":
     """Return those segments that lie in these rows of a microbatch."""

@@ -100,20 +100,7 @@ class SupervisedTrainer:
     max_bad_updates: int,
     seed: int,
   ):
-    """Set up the programs without allocating or compiling anything.
-
-    Args:
-      section: number of steps, rows per step, and the learning rate's decay.
-      objective: what is minimised.
-      mesh: the mesh of the training slice.
-      rules: which mesh axes split which logical axes.
-      policy: what is trained, and with which optimizer.
-      forward: settings of the forward pass.
-      rows_per_microbatch: rows of one forward and backward pass. It must divide
-        the rows of a step.
-      max_bad_updates: number of skipped updates in a row that is an error.
-      seed: seed of the order of rows.
-    """
+    """Set up the programs without allocating or compiling anything."""
     layout = mesh_lib.Layout(mesh=mesh, rules=rules)
     self._section = section
     self._rows: packing.PackedBatch | None = None
@@ -198,9 +185,6 @@ class SupervisedTrainer:
 
     Returns:
       Those of `update`, and "epoch", the passes over the rows after the step.
-
-    Raises:
-      WarmStartError: as in `update`.
     """
     assert self._rows is not None
     chosen = next(self._order)
@@ -210,9 +194,6 @@ class SupervisedTrainer:
 
   def update(self, batch: packing.PackedBatch) -> dict[str, float]:
     """Make a step on these rows and return its metrics.
-
-    Args:
-      batch: `rows_per_batch` rows, in host memory.
 
     Returns:
       "loss" and what the objective measures beside it are means over the rows
@@ -248,11 +229,7 @@ class SupervisedTrainer:
     }
 
   def measure(self, rows: packing.PackedBatch) -> dict[str, float]:
-    """Return the loss of other rows, and what is measured beside it.
-
-    Args:
-      rows: as those that are trained on, with rows of the same length.
-    """
+    """Return the loss of other rows, and what is measured beside it."""
     totals: dict[str, float] = {}
     params = self.state.policy.params
     for sums in self._passes.each(self._sums, params, rows):
@@ -348,18 +325,7 @@ def warm_start(
   num_steps: int,
   on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> transformer.Params:
-  """Train for a number of steps, and return the parameters.
-
-  Args:
-    trainer: it has been started.
-    rows: of each step; see `example_rows.batches`.
-    num_steps: number of steps.
-    on_step: called with the step and its loss after each step.
-
-  Raises:
-    WarmStartError: `max_bad_updates` updates in a row had a loss or gradient
-      that is not finite.
-  """
+  """Train for a number of steps, and return the parameters."""
   for step in range(num_steps):
     on_step(step + 1, trainer.update(next(rows))["loss"])
   return trainer.state.policy.params

@@ -15,7 +15,6 @@ from jaxrl_async.algorithms import distillation
 from jaxrl_async.algorithms import gae
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.training import objectives
-from jaxrl_async.training import reference as reference_lib
 from jaxrl_async.training import train_state
 from jaxrl_async.training import train_step
 
@@ -30,7 +29,7 @@ def reference_stage() -> train_step.Stage:
   def run(given: train_step.Given) -> train_step.Fields:
     settings, params, batch, _ = given
     name = train_state.REFERENCE
-    model = reference_lib.on_device(params[name])
+    model = train_state.on_device(params[name])
     logprobs = train_step.batch_logprobs(settings[name], model, batch)
     return {objectives.REFERENCE: logprobs}
 
@@ -38,11 +37,7 @@ def reference_stage() -> train_step.Stage:
 
 
 def base_as_reference_stage() -> train_step.Stage:
-  """Return the stage that adds the logprobs under the policy's base.
-
-  The base is the policy without its adapters, so that a reference costs no
-  memory.
-  """
+  """Return the stage that adds the logprobs under the policy's base."""
 
   def run(given: train_step.Given) -> train_step.Fields:
     settings, params, batch, _ = given
@@ -64,9 +59,6 @@ def distillation_stage(coef: ScalarLike) -> train_step.Stage:
   policy, whose logprobs are older by the staleness of the token. The stage has
   to come after `train_step.PROXIMAL_STAGE`, if that runs, and after every stage
   that makes advantages.
-
-  Args:
-    coef: the coefficient.
   """
 
   def run(given: train_step.Given) -> train_step.Fields:
@@ -88,9 +80,6 @@ def second_moment_stage(bound: ScalarLike) -> train_step.Stage:
   """Return the stage that says which tokens M2PO learns from, as 0 and 1.
 
   It has to come after `train_step.PROXIMAL_STAGE`.
-
-  Args:
-    bound: as in `corrections.within_second_moment`.
   """
   within = jax.vmap(
     functools.partial(corrections.within_second_moment, bound=bound)
@@ -118,11 +107,6 @@ def kl_in_reward_stage(
 
   This is eq. 8 of REINFORCE++, arXiv:2501.03262, for any advantage A of a
   trajectory. The stage has to come after that of the reference.
-
-  Args:
-    coef: the coefficient.
-    clip: as in `gae.kl_rewards`.
-    is_whitened: whether the result becomes `gae.whitened`.
   """
 
   def run(given: train_step.Given) -> train_step.Fields:

@@ -17,7 +17,6 @@ from jaxrl_async.algorithms import answer_statistics
 from jaxrl_async.models import configs
 from jaxrl_async.planning import matmul_rate
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.training import packing
 
 # Sums over the loss tokens, and the names of the metrics that are their means.
 _MEANS = {
@@ -65,20 +64,16 @@ class Pending:
 
   Attributes:
     step: completed train steps before this one.
-    groups: the groups of the step's batch.
-    placement: where the trajectories were packed.
     sums: the outputs of the update, on the device, one value per minibatch and
       epoch.
-    learning_rate: returns the learning rate of the step.
-    times_s: seconds of the step's parts, by name.
-    programs_s: seconds of all of the step's device programs together.
     models: the architectures that the update has a backward pass through.
     peak_flops: peak matmul rate of the training slice, in FLOP/s.
   """
 
   step: int
   groups: list[types.RolloutGroup]
-  placement: packing.Placement
+  pack_efficiency: float
+  num_epochs: int
   sums: Mapping[str, jax.Array]
   learning_rate: Callable[[], Any]
   times_s: dict[str, float]
@@ -98,7 +93,7 @@ class Pending:
       "policy/grad_norm": sums["grad_norm"].mean(),
       "policy/lr": float(self.learning_rate()),
       "train/mfu": self._mfu(),
-      "train/pack_efficiency": self.placement.pack_efficiency,
+      "train/pack_efficiency": self.pack_efficiency,
       "train/bad_updates": sums["bad_updates"].sum(),
       **{f"time/{name}": value for name, value in self.times_s.items()},
     }
@@ -118,17 +113,11 @@ class Pending:
     return values, [bool(x) for x in sums["bad_updates"]]
 
   def _mfu(self) -> float:
-    """Return the model FLOPs utilisation of the step.
-
-    The FLOPs are those of the update's forward and backward passes. The time is
-    that of all programs of the step, the stages included.
-    """
+    """Return the model FLOPs utilisation of the step."""
     lengths = np.array(
       [len(t.tokens) for g in self.groups for t in g.trajectories]
     )
-    num_minibatches = self.placement.shape[0]
-    num_epochs = len(self.sums["loss"]) // num_minibatches
-    flops = num_epochs * sum(
+    flops = self.num_epochs * sum(
       matmul_rate.model_flops(model, lengths) for model in self.models
     )
     return flops / self.programs_s / self.peak_flops
@@ -160,12 +149,7 @@ def _means(sums: Mapping[str, np.ndarray], count: float) -> dict[str, Any]:
 
 
 def of_groups(groups: list[types.RolloutGroup], step: int) -> dict[str, Any]:
-  """Return metrics of a batch: rewards, completion lengths and staleness.
-
-  Args:
-    groups: the groups of the step's batch.
-    step: completed train steps before this one.
-  """
+  """Return metrics of a batch: rewards, completion lengths and staleness."""
   trajectories = [t for g in groups for t in g.trajectories]
   return {
     **_reward_metrics(groups),
@@ -213,7 +197,6 @@ def pass_at_k(
   Args:
     groups: with their rewards. Their mean is taken; a group of fewer than k
       completions does not count for that k.
-    solved_score: a completion with at least this score is solved.
 
   Returns:
     `reward/pass@k` by name, for each power of two k up to the largest group.
@@ -267,11 +250,7 @@ def _staleness_metrics(
 def _version_runs(
   versions: Int[np.ndarray, "T"],
 ) -> tuple[Int[np.ndarray, "R"], Int[np.ndarray, "R"]]:
-  """Return the versions of generated tokens run by run, and the runs' lengths.
-
-  Args:
-    versions: of all tokens; -1 for those that were not generated.
-  """
+  """Return versions of generated tokens, not -1, and lengths, run by run."""
   edges = np.flatnonzero(versions[1:] != versions[:-1]) + 1
   begins = np.concatenate([[0], edges])
   lengths = np.concatenate([edges, [len(versions)]]) - begins

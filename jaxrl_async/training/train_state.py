@@ -53,9 +53,7 @@ class ModelSettings:
   """How the train state holds one model.
 
   Attributes:
-    model: the architecture.
-    optimizer: the optimizer of the trainable parameters. None freezes the whole
-      model.
+    optimizer: of the trainable parameters. None freezes the whole model.
     is_trainable: returns whether the parameter with this path is trained. It is
       not called if `optimizer` is None.
     frozen_dtype: dtype of the parameters that are not trained, or "int8" as in
@@ -126,7 +124,6 @@ class ModelState:
   Attributes:
     trainable: the trainable parameters, which are float32 master weights in a
       nested dict.
-    frozen: the other parameters, in a nested dict of the same form.
     opt_state: the optimizer's state. None for a frozen model.
   """
 
@@ -205,10 +202,6 @@ def start(
   """Return the state of a model before its first update.
 
   Args:
-    settings: which parameters are trained, and the dtype of the others.
-    optimizer: the optimizer that `settings.optimizer` describes, or None if
-      that is None.
-    params: all of the model's parameters, in their final shardings.
     sharding: the sharding of the state. None lets the compiler choose that of
       the optimizer's state.
   """
@@ -226,12 +219,7 @@ def start(
 def shapes(
   models: Mapping[str, ModelSettings], optimizers: Optimizers
 ) -> TrainState:
-  """Return the shapes and dtypes of the train state without allocating it.
-
-  Args:
-    models: the settings of each model by name.
-    optimizers: the optimizer of each trained model by name.
-  """
+  """Return the shapes and dtypes of the train state without allocating it."""
 
   def init(name: str, settings: ModelSettings) -> ModelState:
     params = settings.init_params(jax.random.key(0))
@@ -264,12 +252,6 @@ def shardings(
   Optimizer moments are sharded like their parameters. They and frozen
   parameters are in host memory if the settings say so. The rest of an
   optimizer's state is replicated.
-
-  Args:
-    mesh: the mesh of the training slice.
-    rules: which mesh axes split which logical axes.
-    models: the settings of each model by name.
-    optimizers: the optimizer of each trained model by name.
   """
   state = shapes(models, optimizers)
 
@@ -330,13 +312,41 @@ def _moments_sharding(
   return jax.tree_util.tree_map_with_path(like_param, model.opt_state)
 
 
-def check_models(models: Mapping[str, ModelSettings]) -> None:
-  """Check that a trainer can train these models.
+def in_memory_of(tree: Any, like: Any) -> Any:
+  """Move each array to the memory space of its counterpart in `like`."""
+  return jax.tree.map(
+    lambda x, y: jax.device_put(x, jax.typeof(y).memory_space), tree, like
+  )
 
-  Raises:
-    ValueError: the policy is missing or has nothing to train, or a model other
-      than the policy and a critic is to be trained.
+
+def on_device(params: Any) -> Any:
+  """Return parameters that may be in host memory, in that of the device."""
+  return jax.device_put(params, jax.memory.Space.Device)
+
+
+def with_moved_reference(state: TrainState, *, decay: float) -> TrainState:
+  r"""Return the state with its reference moved towards the policy.
+
+  reference = decay * reference + (1 - decay) * policy
+
+  With decay 0, of [0, 1), the reference is replaced, which is the hard update
+  of TR-DPO (arXiv:2404.09656). With a decay it is its soft update, a moving
+  average.
   """
+
+  def mixed(old: jax.Array, new: jax.Array) -> jax.Array:
+    total = decay * old.astype(jnp.float32) + (1 - decay) * new
+    return total.astype(old.dtype)
+
+  reference = state.models[REFERENCE]
+  frozen = jax.tree.map(mixed, on_device(reference.frozen), state.policy.params)
+  frozen = in_memory_of(frozen, reference.frozen)
+  after = dataclasses.replace(reference, frozen=frozen)
+  return TrainState(models={**state.models, REFERENCE: after})
+
+
+def check_models(models: Mapping[str, ModelSettings]) -> None:
+  """Check that a trainer can train these models."""
   policy = models.get(POLICY)
   if policy is None or policy.optimizer is None:
     raise ValueError("the policy has to be one of the models, and be trained")

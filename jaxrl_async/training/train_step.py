@@ -74,10 +74,8 @@ def learning_rate_schedule(
   A section with a `rate_schedule` has that in place of it.
 
   Args:
-    section: the peak learning rate, and the warmup in optimizer steps.
     total_steps: the optimizer step at which the cosine ends. 0 keeps the rate
       constant.
-    decay: ratio of the final rate to the peak.
   """
   peak, warmup = section.learning_rate, section.warmup_steps
   if section.rate_schedule:
@@ -154,13 +152,7 @@ def make_optimizers(
   total_steps: int = 0,
   decay: float = 1.0,
 ) -> dict[str, optax.GradientTransformation]:
-  """Return the optimizer of each trained model by the model's name.
-
-  Args:
-    models: the settings of each model by name.
-    total_steps: as in `learning_rate_schedule`.
-    decay: as in `learning_rate_schedule`.
-  """
+  """Return the optimizer of each trained model by the model's name."""
 
   def optimizer(section: sections.OptimizerSection):
     schedule = learning_rate_schedule(
@@ -299,14 +291,7 @@ Fields = dict[str, Float[Array, "M K B T"]]
 
 
 class Given(NamedTuple):
-  """What a stage computes from.
-
-  Attributes:
-    settings: of the forward pass of each model, by name.
-    params: of each model before the step, by name.
-    batch: with the fields of earlier stages.
-    version: of the policy's weights before the step.
-  """
+  """What a stage computes from."""
 
   settings: Mapping[str, ForwardSettings]
   params: Mapping[str, transformer.Params]
@@ -322,7 +307,6 @@ class Stage:
   from the fields that an earlier stage has added.
 
   Attributes:
-    name: name of the stage in the metric `time/<name>_s` and in the timeline.
     fields: returns arrays by name. They replace arrays of the batch or become
       new fields.
   """
@@ -353,7 +337,6 @@ def of_batch(
   """Return what a forward pass gives for each token of a step's batch.
 
   Args:
-    of_microbatch: gives it for one microbatch.
     batch: [M, K, B, T] arrays. Microbatches that are not in use get 0.
   """
 
@@ -370,13 +353,7 @@ def of_batch(
 
 
 def logprobs_stage(name: str, *, model: str, field: str) -> Stage:
-  """Return a stage that adds the logprobs of all tokens under one model.
-
-  Args:
-    name: name of the stage.
-    model: name of the model in the train state.
-    field: name of the batch field that holds the logprobs.
-  """
+  """Return a stage that adds the logprobs of all tokens under one model."""
 
   def run(given: Given) -> Fields:
     settings, params, batch, _ = given
@@ -406,14 +383,7 @@ def _evaluated(
 ) -> tuple[
   Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"] | None
 ]:
-  """Return logprobs, entropies and values of one packed microbatch.
-
-  Args:
-    settings: settings of the policy's forward pass.
-    params_of: returns the parameters of the model with this name.
-    batch: the microbatch.
-    value_function: as in `update`.
-  """
+  """Return logprobs, entropies and values of one packed microbatch."""
   model, hidden = final_hidden(settings, params_of(train_state.POLICY), batch)
   values = None
   if settings.model.has_scalar_head:
@@ -448,17 +418,7 @@ def update(
   model. The policy has a forward pass here, and so has a critic.
 
   Args:
-    settings: settings of the policy's forward pass.
-    loss: the loss to minimise.
-    diagnostic: sums to measure beside the loss.
-    optimizers: the optimizer of each trained model by name.
-    state: the state before the step.
-    batch: [M, K, B, T] arrays, M minibatches of K microbatches, with the fields
-      that the loss needs.
-    policy_version: the version of the weights in `state`.
     value_function: gives the loss its `values`. None without a critic.
-    learns: as in `gradients.apply`.
-    num_epochs: passes over the minibatches.
 
   Returns:
     The new state, and metrics with one value per optimizer step in their order,

@@ -32,7 +32,6 @@ from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
 from jaxrl_async.training import publishing
-from jaxrl_async.training import reference as reference_lib
 from jaxrl_async.training import segments as segments_lib
 from jaxrl_async.training import step_metrics
 from jaxrl_async.training import train_state
@@ -44,7 +43,7 @@ class PreparedBatch:
   """The groups of one train step, packed and on the device."""
 
   groups: list[types.RolloutGroup]
-  placement: packing.Placement
+  segments: segments_lib.Segments
   arrays: packing.PackedBatch
 
 
@@ -58,8 +57,6 @@ class Trainer:
   which program comes next; `run.follower` then calls the same method there.
 
   Attributes:
-    state: the train state.
-    world: the processes that train together.
     has_base: whether the policy has such a base.
 
   Threads: all methods belong to the thread that trains, except `prepare`. That
@@ -78,8 +75,9 @@ class Trainer:
     loss: objectives.Loss,
     stages: Sequence[train_step.Stage],
     batch: packing.BatchSettings,
-    critic: critic_lib.Critic | None = None,
-    movement: reference_lib.Movement | None = None,
+    critic: sections.CriticSection | None = None,
+    reference_every: int = 0,
+    reference_decay: float = 0.0,
     num_steps: int,
     decay: float,
     rollout_dtype: str,
@@ -90,27 +88,17 @@ class Trainer:
     """Set up the programs without allocating or compiling anything.
 
     Args:
-      mesh: the mesh of the training slice.
-      rules: which mesh axes split which logical axes.
       models: the settings of each model of the train state, by name. The policy
         is `train_state.POLICY`. Only it and a critic, `train_state.CRITIC`,
         can be trained.
       forward: settings of the policy's forward pass. The other models use the
         same settings with their own architecture.
-      loss: the loss to minimise.
-      stages: the stages that run before the updates of a step, in this order.
       batch: how groups are packed into arrays.
-      critic: how the critic is trained; None without one.
-      movement: when the reference moves; None if it stays or is not there.
+      reference_every: train steps between two moves of the reference; 0 leaves
+        it where it is.
+      reference_decay: as in `train_state.with_moved_reference`.
       num_steps: train steps of the run. A decaying learning rate ends there.
-      decay: ratio of the final learning rate to the peak.
-      rollout_dtype: dtype of the weights that `published` returns.
-      rollout_weights: whether the matrices of these weights are quantised.
-      busy: the clock that records when the devices are busy.
       world: the processes that train together; None is this one alone.
-
-    Raises:
-      ValueError: as `train_state.check_models`.
     """
     train_state.check_models(models)
     self.world = world or world_lib.alone()
@@ -164,12 +152,19 @@ class Trainer:
       )
       for stage in [train_step.PROXIMAL_STAGE, *self._stages]
     }
-    self._movement = movement
+    self._reference_every = reference_every
+    self._move_reference = jax.jit(
+      functools.partial(
+        train_state.with_moved_reference, decay=reference_decay
+      ),
+      donate_argnums=0,
+      out_shardings=self._state_sharding,
+    )
     self._make_update_programs(loss, critic)
     self._make_publish_programs(layout, rollout_dtype, rollout_weights)
 
   def _make_update_programs(
-    self, loss: objectives.Loss, critic: critic_lib.Critic | None
+    self, loss: objectives.Loss, critic: sections.CriticSection | None
   ) -> None:
     """Set up the programs that change the train state."""
     update = (
@@ -187,10 +182,6 @@ class Trainer:
       donate_argnums=0,
       out_shardings=(self._state_sharding, self._replicated),
     )
-    if self._movement is not None:
-      self._move_reference = reference_lib.make_program(
-        self._movement, self._state_sharding
-      )
 
   def _make_publish_programs(
     self,
@@ -291,7 +282,7 @@ class Trainer:
       )
       if name in [stage.name for stage in self._stages]:
         trained = trained.with_arrays(made)
-    if self._movement is not None:
+    if self._reference_every:
       programs.append(
         aot.Program(
           name="move_reference",
@@ -349,7 +340,6 @@ class Trainer:
     """Compute advantages, pack the groups and move them to the device.
 
     Args:
-      groups: those of one train step.
       step: train steps that are completed before this one. Only schedules of
         the numbers that shape rewards read it.
     """
@@ -362,7 +352,7 @@ class Trainer:
     self._tell_parts("batch", segments)
     return PreparedBatch(
       groups=groups,
-      placement=packing.placement(segments),
+      segments=segments,
       arrays=self.placed(segments),
     )
 
@@ -404,14 +394,14 @@ class Trainer:
 
     Args:
       step: completed train steps, which is the policy version of the weights.
-      batch: the result of `prepare`.
     """
     self.world.tell("step", step=step)
     sums, times = self.run_programs(step, batch.arrays)
     return step_metrics.Pending(
       step=step,
       groups=batch.groups,
-      placement=batch.placement,
+      pack_efficiency=batch.segments.pack_efficiency,
+      num_epochs=self.batch_settings.num_epochs,
       sums=sums,
       learning_rate=functools.partial(
         self._schedule, max(step * self._num_updates - self._waits, 0)
@@ -448,7 +438,7 @@ class Trainer:
       self.state, sums = self._update(self.state, arrays, np.int32(step))
       jax.block_until_ready(sums)
     times["update_s"] = time.perf_counter() - start_s
-    if self._movement is not None and self._movement.is_due(step + 1):
+    if self._reference_every and (step + 1) % self._reference_every == 0:
       with self._busy.record("reference"):
         self.state = jax.block_until_ready(self._move_reference(self.state))
     return sums, times
@@ -463,7 +453,7 @@ class Trainer:
     )
     self._tell_parts("logprobs", segments)
     logprobs = self.logprobs_of(self.placed(segments))
-    return packing.unpack(logprobs, packing.placement(segments))
+    return packing.unpack(logprobs, segments)
 
   def logprobs_of(self, batch: packing.PackedBatch) -> np.ndarray:
     """Return the logprobs of all tokens of a batch, [M, K, B, T]."""

@@ -26,17 +26,12 @@ _START_LOCK = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReasoningGym:
+class ReasoningGym(source_lib.Counted):
   """The questions of one dataset.
 
   A hash of a question's text decides which split it belongs to, independently
   of the seed. No held-out question is therefore ever trained on; see
   `questions`.
-
-  Attributes:
-    name: name of the dataset.
-    params: parameters of the dataset.
-    seed: seed of the run.
   """
 
   name: str
@@ -58,9 +53,6 @@ class ReasoningGym:
 
     Only the library knows whether the dataset exists and accepts its
     parameters. A mistake there is raised with the first question of a stream.
-
-    Raises:
-      sections.ConfigError: the name or the seed cannot be used.
     """
     questions.check(self.name, self.seed)
     start_server()
@@ -89,21 +81,6 @@ class ReasoningGym:
   def items_per_index(self, split: str) -> float:
     """Return the share of questions that belong to a split."""
     return questions.TENTHS[source_lib.Split(split)] / 10
-
-  def num_questions(self, split: str) -> None:
-    """Return None, because only making them all would tell."""
-
-  def epochs(self, split: str, next_index: int) -> dict[str, float]:
-    """Return nothing, because there is no end of questions."""
-    return {}
-
-  def num_bad(self) -> int:
-    """Return 0, because generated questions have no rows."""
-    return 0
-
-  def describe(self) -> list[str]:
-    """Return nothing, because there are no rows to count."""
-    return []
 
 
 class _Server:
@@ -185,17 +162,7 @@ class QuestionStream:
     first_index: int,
     num_processes: int,
   ):
-    """Start the processes that make the items; see `questions`.
-
-    Args:
-      dataset: name of a dataset of reasoning-gym.
-      params: parameters of the dataset.
-      seed: seed of the run.
-      split: the split to make. Questions of other splits become None.
-      first_index: index of the first item.
-      num_processes: number of processes. Of n processes, each makes every n-th
-        item.
-    """
+    """Start the processes that make the items; see `questions`."""
     start_server()
     self._turn = 0
     self._pipes = [
@@ -217,12 +184,7 @@ class QuestionStream:
     return self._pipes[self._turn].poll(timeout_s)
 
   def next(self) -> dict[str, Any] | None:
-    """Return the next item, or None if it belongs to another split.
-
-    Raises:
-      sections.ConfigError: the dataset or its parameters cannot be used.
-      SourceError: the dataset failed, or its process has ended.
-    """
+    """Return the next item, or None if it belongs to another split."""
     try:
       item = self._pipes[self._turn].recv()
     except (EOFError, OSError) as error:

@@ -86,11 +86,7 @@ def first_dataset_seed(seed: int, split: source_lib.Split) -> int:
 
 
 def check(dataset: str, seed: int) -> None:
-  """Check the dataset's name and the seed without importing the library.
-
-  Raises:
-    sections.ConfigError: the dataset is refused, or the seed is out of range.
-  """
+  """Check the dataset's name and the seed without importing the library."""
   if not 0 <= seed <= MAX_SEED:
     raise sections.ConfigError(f"seed: {seed} is not within 0 to {MAX_SEED}")
   if dataset in REFUSED:
@@ -103,10 +99,6 @@ class QuestionSource:
   """reasoning-gym's items of one range of seed + i.
 
   The questions belong to any split, since `split_of` has not been applied.
-
-  Raises:
-    sections.ConfigError: the dataset or its parameters do not exist or cannot
-      be used, or the seed is out of range.
   """
 
   def __init__(
@@ -154,11 +146,7 @@ class QuestionSource:
     }
 
   def stored(self, index: int) -> Any:
-    """Return the item as JSON, for `item_json.decode`.
-
-    Raises:
-      sections.ConfigError: a checkpoint cannot store the item.
-    """
+    """Return the item as JSON, for `item_json.decode`."""
     return source_lib.stored(self[index], self._name)
 
 
@@ -245,10 +233,7 @@ def _items(
   first: int,
   step: int,
 ) -> Iterator[dict[str, Any] | Exception | None]:
-  """Yield the item of each index, or None if it belongs to another split.
-
-  The last one is the error that its reader raises.
-  """
+  """Yield the item of each index, or None if it belongs to another split."""
   index = first
   try:
     source = QuestionSource(

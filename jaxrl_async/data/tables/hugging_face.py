@@ -22,11 +22,7 @@ _TEST = ("test", "validation")
 
 
 def open_split(uri: uri_lib.Uri) -> table_lib.Table:
-  """Load the split of a dataset, which may download it, into mapped files.
-
-  Raises:
-    TableError: there is no such dataset or split, or it cannot be loaded.
-  """
+  """Load the split of a dataset, which may download it, into mapped files."""
   rows = _splits(uri)[_chosen(uri)]
   return table_lib.Table(
     rows,
@@ -37,11 +33,7 @@ def open_split(uri: uri_lib.Uri) -> table_lib.Table:
 
 
 def test_split(uri: uri_lib.Uri) -> uri_lib.Uri | None:
-  """Return the URI of the split `test`, or of `validation`; None without one.
-
-  Raises:
-    TableError: the dataset cannot be loaded.
-  """
+  """Return the URI of the split `test`, or `validation`; None without one."""
   for name in _TEST:
     if name in _splits(uri) and name != _chosen(uri):
       return uri.with_option("split", name)

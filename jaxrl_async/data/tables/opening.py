@@ -19,11 +19,7 @@ from jaxrl_async.data.tables import uri as uri_lib
 
 
 def open_table(uri: uri_lib.Uri) -> table_lib.Table:
-  """Open the files of a URI.
-
-  Raises:
-    TableError: there are none, or they cannot be read.
-  """
+  """Open the files of a URI."""
   if uri.kind not in _FILES:
     return hugging_face.open_split(uri)
   read, names = _FILES[uri.kind]
@@ -53,11 +49,7 @@ def open_table(uri: uri_lib.Uri) -> table_lib.Table:
 
 
 def test_split(uri: uri_lib.Uri) -> uri_lib.Uri | None:
-  """Return the dataset's own split for evaluations, or None if it has none.
-
-  Raises:
-    TableError: the dataset cannot be read.
-  """
+  """Return the dataset's own split for evaluations, or None if it has none."""
   if uri.kind in _FILES:
     return None
   return hugging_face.test_split(uri)

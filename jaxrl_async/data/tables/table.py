@@ -55,11 +55,7 @@ class Table:
     return len(self.stored)
 
   def __getitem__(self, row: int) -> dict[str, Any]:
-    """Return a row's columns.
-
-    Raises:
-      RowError: the row cannot be read.
-    """
+    """Return a row's columns."""
     where = self.where(row)
     try:
       return self.read(self.stored[row], where)
@@ -99,11 +95,7 @@ def reason(error: Exception) -> str:
 
 
 def from_json(text: bytes, where: str) -> dict[str, Any]:
-  """Return the object that a text in JSON describes.
-
-  Raises:
-    RowError: it is not a JSON object.
-  """
+  """Return the object that a text in JSON describes."""
   try:
     value = json.loads(text)
   except (ValueError, RecursionError) as error:
@@ -133,13 +125,6 @@ def plain(value: Any, where: str) -> Any:
   """Return a value of a columnar file in the types that JSON has.
 
   Dates and times become ISO 8601 texts, and decimal numbers texts.
-
-  Args:
-    value: of a column.
-    where: place of the row, for the message.
-
-  Raises:
-    RowError: the value is of another type, such as an image's bytes.
   """
   if value is None or isinstance(value, bool | int | float | str):
     return value

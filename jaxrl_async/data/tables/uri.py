@@ -76,11 +76,7 @@ def parse(field: str, text: str) -> Uri:
   """Return the parts of a URI.
 
   Args:
-    field: of the config, for the message.
     text: the URI. A name without a colon is a dataset of reasoning-gym.
-
-  Raises:
-    sections.ConfigError: it is no URI of a known kind.
   """
   kind, has_colon, place = text.partition(":")
   if not has_colon:
