@@ -20,12 +20,16 @@ from jaxrl_async.rollout import rewriting as rewriting_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 LIMIT = 30
-SETTINGS = rewriting_lib.TurnSettings(
-  temperature=1.0,
+SETTINGS = coordinator_settings_lib.CoordinatorSettings(
+  group_size=2,
+  num_slots=4,
   max_completion_tokens=LIMIT,
   max_tokens=LIMIT,
-  stop=(),
-  stop_token_ids=(),
+  temperature=1.0,
+  filter_zero_std=False,
+  reads_token_scores=False,
+  max_failed_groups=1,
+  max_filtered_groups=1_000,
 )
 SIZES = {
   "slots": {},
@@ -58,17 +62,7 @@ class Recorded:
     self.num_groups = num_groups
     self.scheduler = tiny.scheduler(**sizes)
     self.coordinator = coordinator_lib.Coordinator(
-      coordinator_settings_lib.CoordinatorSettings(
-        group_size=2,
-        num_slots=4,
-        max_completion_tokens=LIMIT,
-        max_tokens=LIMIT,
-        temperature=1.0,
-        filter_zero_std=False,
-        reads_token_scores=False,
-        max_failed_groups=1,
-        max_filtered_groups=1_000,
-      ),
+      SETTINGS,
       stream=tiny.Prompts(),
       buffer=self.buffer,
       rewards=tiny.Rewards(),

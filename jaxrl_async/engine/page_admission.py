@@ -144,18 +144,9 @@ class PagePool:
   ) -> tuple[list[int], np.ndarray] | None:
     """Take pages for prefilled tokens, sharing existing full pages.
 
-    Args:
-      cached: the tokens.
-      bucket: the bucket in which they were prefilled. Pages are shared only
-        within a bucket, because another bucket gives other bits.
-      page_tokens: number of tokens per page.
-      adapter: the adapter that they were prefilled with; pages are shared only
-        within one.
-
     Returns:
-      The pages that hold the tokens, and an array with one entry for each page
-      of the bucket: the page that must be filled with these tokens, or
-      num_pages if none has to be filled. None if too few pages are free.
+      The pages that hold the tokens, and the array that `PageAdmission.take`
+      describes, which is never empty. None if too few pages are free.
     """
     pages = []
     new = np.full((bucket // page_tokens,), self.num_pages, np.int32)

@@ -69,7 +69,6 @@ class Prefiller:
     *,
     shared_tokens: np.ndarray,
     busy: metrics_lib.BusyClock,
-    num_tokens: int = 0,
   ):
     """Create a prefiller without prefixes.
 
@@ -78,9 +77,8 @@ class Prefiller:
       shared_tokens: tokens that prompts commonly begin with. Whole chunks of
         them are computed once for all chunked prompts that begin with them.
       busy: records the time of every call.
-      num_tokens: those that another prefiller has counted before.
     """
-    self.num_tokens = num_tokens
+    self.num_tokens = 0
     self._engine = engine
     self._busy = busy
     chunk = engine.sizes.prefill_chunk

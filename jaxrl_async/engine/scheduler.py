@@ -83,10 +83,7 @@ class Scheduler:
     self._calls = collections.deque[entry_lib.Call]()
     self._ended: list[sequence_lib.Sequence] = []
     self._prefiller = prefill.Prefiller(
-      engine,
-      shared_tokens=shared_tokens,
-      busy=busy,
-      num_tokens=self.stats.prefill_tokens,
+      engine, shared_tokens=shared_tokens, busy=busy
     )
     self._admission = page_admission.make(
       engine.sizes,

@@ -9,9 +9,8 @@ class SchedulerStats:
 
   `generated_tokens` are those of all sequences but the answers of evaluations,
   which are counted apart. `decode_steps` are those of calls that were read. The
-  last two give the
-  occupancy over the calls in which a sequence waited for
-  a slot: the tokens drawn in them, and their slots times their steps.
+  last two give the occupancy over the calls in which a sequence waited for a
+  slot: the tokens drawn in them, and their slots times their steps.
   """
 
   generated_tokens: int = 0

@@ -73,19 +73,9 @@ class Sequence:
     owner: Owner | None = None,
     adapter: int = 0,
   ):
-    """Create a sequence that consists of its prompt.
+    """Create a sequence that consists of its prompt, of at most `limit` tokens.
 
-    Args:
-      prompt_tokens: tokens of the prompt, at most `limit`.
-      limit: number of tokens at which the sequence ends.
-      stream: purpose of the sequence.
-      group: index of the rollout group.
-      member: index of the trajectory within its group.
-      settings: how its tokens are drawn.
-      stop: looks for stop strings in the completion.
-      deadline: the later it is, the sooner the sequence is preempted.
-      owner: for whom the sequence is generated.
-      adapter: number of the adapter that generates it.
+    The other arguments are the attributes of these names.
     """
     self.stream, self.group, self.member = stream, group, member
     self.settings = settings

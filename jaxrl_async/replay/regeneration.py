@@ -57,13 +57,9 @@ class Regeneration:
     self._prompts = prompts
     self._begun = {group.index: group for group in begun}
     self._episode = episode
-    rollout = setup.config.rollout
-    self._settings = rewriting_lib.TurnSettings(
-      temperature=rollout.temperature,
-      max_completion_tokens=rollout.max_completion_tokens,
-      max_tokens=rollout.cache_tokens,
-      stop=rollout.stop,
-      stop_token_ids=rollout.stop_token_ids,
+    # A loss decides nothing about how turns are generated.
+    self._settings = assembly.coordinator_settings(
+      setup.config, has_own_loss=False
     )
     self._engine = assembly.make_engine(setup)
     if trainer.has_base:

@@ -17,6 +17,7 @@ from jaxrl_async import types
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
+from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
@@ -25,22 +26,6 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 
 class RewritingError(RuntimeError):
   """A recorded trajectory cannot be generated again; one line says why."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TurnSettings:
-  """How turns are generated, as in `messages.Turn`.
-
-  Attributes:
-    max_completion_tokens: of all turns of a trajectory.
-    max_tokens: the longest trajectory in tokens, prompt included.
-  """
-
-  temperature: float
-  max_completion_tokens: int
-  max_tokens: int
-  stop: tuple[str, ...]
-  stop_token_ids: tuple[int, ...]
 
 
 class Rewritten:
@@ -58,7 +43,7 @@ class Rewritten:
     prompt: types.Prompt,
     builds: Sequence[types.CacheBuild],
     episode: episode_lib.Turns,
-    settings: TurnSettings,
+    settings: coordinator_settings_lib.CoordinatorSettings,
     *,
     begun: types.Trajectory | None = None,
     member: int,
@@ -70,7 +55,7 @@ class Rewritten:
       prompt: of the group.
       builds: the recorded caches, in order.
       episode: of this member, not started.
-      settings: of its turns.
+      settings: of the run that is recorded.
       begun: what a checkpoint holds of the trajectory, if it does.
       member: index within the group.
 

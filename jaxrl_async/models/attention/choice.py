@@ -656,14 +656,8 @@ def _over_mesh(
   """Return an implementation that runs on the whole mesh.
 
   The compiler partitions XLA's attention by itself. A kernel runs on a single
-  device, so each device applies it to the heads and slots that it holds.
-
-  Args:
-    attend: the implementation.
-    name: its name.
-    mesh: mesh of the rollout slice.
-    arguments: partition specs of the arguments.
-    result: that of the result.
+  single device, so each device applies it to the heads and slots that it holds.
+  `arguments` and `result` are partition specs.
   """
   if name == "xla" or mesh.size == 1:
     return attend
