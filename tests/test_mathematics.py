@@ -12,6 +12,8 @@ import pytest
 
 from jaxrl_async import types
 from jaxrl_async.rewards import mathematics
+from jaxrl_async.rewards import named
+from jaxrl_async.rewards import term as term_lib
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -103,6 +105,26 @@ def test_boxes_may_be_nested_escaped_and_left_open():
     ),
     ("6 - 5i", "-5i + 6"),
     (r"15\mbox{ cm}^2", "15"),
+    ("-5", "minus 5"),
+    (r"50\%", r"50\,\%"),
+    (r"\frac{\pi}{2}", r"\frac\pi2"),
+    (r"\frac{\pi}{2}", "pi/2"),
+    (r"\frac{a}{b}", r"\dfrac ab"),
+    (r"\frac{1}{3}", r"0.\overline{3}"),
+    (r"(-\infty,2]", r"x\le 2"),
+    (r"1.5\times10^{8}", "1.5x10^8"),
+    ("A", "Option A"),
+    (r"\textbf{(B) }12", "B"),
+    (r"\textbf{(B) }12", "12"),
+    (r"\sqrt[3]{2}", "∛2"),
+    ("3+4i", r"3+4\,i"),
+    (r"e^2", r"\mathrm{e}^2"),
+    (r"\ln 2", r"\log_e 2"),
+    (r"\sin x", "sin(x)"),
+    (r"\emptyset", r"\varnothing"),
+    (r"\langle 1,2\rangle", "(1, 2)"),
+    ("2ab", "2ba"),
+    ("2ab", r"ab\cdot2"),
     ("10\\%", "10"),
   ],
 )
@@ -127,6 +149,14 @@ def test_other_spellings_of_an_answer_are_right(expected, answer):
     (r"\text{Evelyn}", "Even"),
     ("1" * 600, "1" * 600 + "1" * 600),
     ("7", "x"),
+    ("2ab", "2"),
+    ("2ab", "2cd"),
+    ("2 a b", "2 c d"),
+    (r"\frac{1}{2}bh", r"\frac{1}{2}xy"),
+    (r"3\mathbf{i}-\mathbf{j}", r"3\mathbf{i}+\mathbf{j}"),
+    ("10", "10_2"),
+    (r"\textbf{(B) }12", "(C) 12"),
+    (r"\textbf{(B) }12", "13"),
     ("7", "\\"),
     ("7", "{" * 50),
     ("7", "\ud800"),
@@ -161,6 +191,17 @@ def test_one_of_several_solutions_is_not_all():
   gold = r"$x=\boxed{3}$ or $x=\boxed{5}$"
   assert score(gold, r"\boxed{3}").score == score(gold, r"\boxed{5}").score == 0
   assert score("5", gold).score == 0.0
+
+
+@pytest.mark.parametrize(
+  "blank", ["", " ", "####", "#### \n", r"\boxed{}", "$$"]
+)
+def test_a_blank_answer_of_an_item_is_refused_before_a_run(blank):
+  scorer = named.scorer("mathematics", {})
+  term = term_lib.Term(scorer=scorer, timeout_s=1.0, num_retries=0)
+  with pytest.raises(named.TrialError, match="is blank"):
+    named.check_item([term], {"answer": blank}, "row 1")
+  named.check_item([term], {"answer": r"\boxed{0}"}, "row 1")
 
 
 @pytest.mark.parametrize("answer", odd_answers.ENDLESS)

@@ -46,10 +46,10 @@ def without_base(expected: str, answer: str) -> tuple[str, str, bool]:
   disagree on what 11_2 is; here it is compared with other such numbers only.
   """
   bases = [_BASE.fullmatch(one) for one in (expected, answer)]
-  if bases[0] is None:
-    return expected, answer, True
-  gold = bases[0]
-  said = bases[1]
+  gold, said = bases
+  if gold is None:
+    is_ten = said is None or said[2] == "10" or not said[1].isdigit()
+    return expected, answer, is_ten
   if said is None:
     return gold[1], answer, True
   return gold[1], said[1], gold[2] == said[2]

@@ -8,6 +8,7 @@ is compared as text.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import functools
 import logging
 import re
@@ -110,9 +111,12 @@ def _readings(answer: str) -> list[Any]:
     return []  # it would end the box
   # Of what it cannot read as a whole it would read a part. No timeouts of its
   # own: they would take the reward process's alarm away.
+  # Units are dropped before; of 2ab the library would drop the letters.
+  config = library.LatexExtractionConfig(boxed_match_priority=0)
+  keeps = dataclasses.replace(config.normalization_config, units=False)
   return library.parse(
     f"\\boxed{{{answer}}}",
-    [library.LatexExtractionConfig(boxed_match_priority=0)],
+    [dataclasses.replace(config, normalization_config=keeps)],
     extraction_mode="first_match",
     parsing_timeout=None,
   )
@@ -130,11 +134,16 @@ def are_equal(expected: str, answer: str | None) -> bool:
     return False
   if answer.strip() == expected.strip():
     return bool(answer.strip())
+  golds, said = spelling.labelled(expected), spelling.labelled(answer)
+  if len(golds) == len(said) == 2:
+    return golds[0] == said[0] and are_equal(golds[1], said[1])
+  if len(golds) + len(said) > 2:
+    return any(are_equal(x, y) for x in golds for y in said)
   gold_words, words = spelling.words(expected), spelling.words(answer)
   if gold_words is not None and (words is not None or len(gold_words) > 2):
     return gold_words == words
   gold, said = spelling.latex(expected), spelling.latex(answer)
-  if gold == said:
+  if spelling.tight(gold) == spelling.tight(said):
     return bool(said)
   gold, said, is_same_base = answer_size.without_base(gold, said)
   if not is_same_base or answer_size.is_too_large(said, gold):
@@ -144,7 +153,11 @@ def are_equal(expected: str, answer: str | None) -> bool:
     return False
   if "\\infty" in said and "\\infty" not in gold and _is_term(read[0]):
     return False  # the library takes some infinite terms for any set
-  is_right = bool(_library().verify(golds, read, timeout_seconds=None))
+  is_right = bool(
+    _library().verify(
+      golds, read, timeout_seconds=None, allow_set_relation_comp=True
+    )
+  )
   sizes = _size(golds[0]), _size(read[0])
   if sizes[0] is None or sizes[1] is None:
     return is_right
@@ -182,6 +195,14 @@ def _size(reading: Any) -> Any:
   return value if isinstance(value, _float()) or value.is_zero else None
 
 
+def gold_of(item: Mapping[str, Any]) -> str:
+  """Return the right answer; "" if there is only a box or `####` around it."""
+  text = str(item["answer"])
+  if (answer := answer_of(text)) is not None:
+    return answer
+  return "" if boxed(text) == "" or not text.strip(" \t\r\n#*") else text
+
+
 def score(item: Mapping[str, Any], completion: Completion) -> Reward:
   r"""Score 1 if the completion's answer equals the item's as mathematics.
 
@@ -193,8 +214,7 @@ def score(item: Mapping[str, Any], completion: Completion) -> Reward:
     completion: whose last box or `####` is its answer. Without either it is
       the extracted one (`task.answer_prefix`).
   """
-  expected = str(item["answer"])
-  expected = answer_of(expected) or expected
+  expected = gold_of(item)
   answer = answer_of(completion.text)
   if answer is None:
     answer = completion.answer

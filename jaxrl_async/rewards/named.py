@@ -115,13 +115,19 @@ def _is_of_the_library(item: Mapping[str, Any]) -> None:
     )
 
 
+def _has_mathematics(item: Mapping[str, Any]) -> None:
+  _has_answer(item)
+  if not mathematics.gold_of(item).strip(" $"):
+    raise ValueError(f"its answer {str(item['answer'])!r:.80} is blank")
+
+
 # For the rewards of this package: raises a ValueError for an item that they
 # cannot score.
 _CHECKS: Mapping[Any, Callable[[Mapping[str, Any]], None]] = {
   code.score: code.check_item,
   match.exact: _has_answer,
   match.numeric: _is_a_number,
-  mathematics.score: _has_answer,
+  mathematics.score: _has_mathematics,
   reasoning.score: _is_of_the_library,
 }
 

@@ -40,8 +40,51 @@ _SYMBOLS = {
   "“": '"',
   "”": '"',
   "’": "'",
+  "∛": "\\sqrt[3] ",
 }
 _TO_LATEX = str.maketrans(_SYMBOLS)
+# What the library does not know, or drops together with a letter.
+_COMMANDS = [
+  (re.compile(pattern), better)
+  for pattern, better in (
+    (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
+    (r"\\colon(?![a-zA-Z])", ":"),
+    (r"\\langle(?![a-zA-Z])", "("),
+    (r"\\rangle(?![a-zA-Z])", ")"),
+    (r"\\log\s*_\s*\{?e\}?(?![a-zA-Z])", r"\\ln "),
+    (r"\\(?:mathbf|mathit|vec|hat)\s*\{\s*([a-zA-Z])\s*\}", r" \1"),
+    (r"\\(?:mathrm|text|operatorname)\s*\{([ie])\}", r" \1"),
+    (r"(?<!\\)\\[,;:! ]\s*(?=\\(?!\\)|[a-zA-Z])", " "),
+    # Arguments without braces.
+    (
+      r"\\[dt]?frac(?![a-zA-Z]\w)\s*(\\[a-zA-Z]+|\w)\s*(\\[a-zA-Z]+|\w)",
+      r"\\frac{\1}{\2}",
+    ),
+    (r"\\[dt]?frac\s*(\\[a-zA-Z]+|\d)\s*(?=\{)", r"\\frac{\1}"),
+    (r"\\sqrt(\[\d+\])\s*(\w)", r"\\sqrt\1{\2}"),
+    (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
+    # Names that are typed as words.
+    (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
+    (
+      r"(?<![\\a-zA-Z])((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp)"
+      r"(?=\s*(?:[({\\\d]|[a-z](?![a-zA-Z])))",
+      r"\\\1 ",
+    ),
+  )
+]
+_NAMES = {
+  "infinity": "\\infty",
+  "empty set": "\\emptyset",
+  "the empty set": "\\emptyset",
+  "all real numbers": "\\mathbb{R}",
+}
+_PERCENT = re.compile(
+  r"\s*(?:\\(?:text|mathrm)\s*\{\s*)?(?:percent|pct|percentage)\s*\}?$"
+)
+_RECURRING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
+_LOOSE = re.compile(
+  r"\s+(?![0-9a-zA-Z])|(?<![0-9a-zA-Z])\s+|\{(?=\w\})|(?<=\{\w)\}"
+)
 # A space that only looks narrow, a brace around a comma, between the digits.
 _BETWEEN_THOUSANDS = re.compile(
   r"(?<=\d)(?:,?\\[,!;: ]|~|\{,\}|\{\\,\})(?=\d{3}(?!\d))"
@@ -76,7 +119,13 @@ _AROUND = (
 _MIXED = re.compile(r"(-?\d+)\s+(\d+)\s*/\s*(\d+)")
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*[CF]?\s*$")
 _CURRENCY = re.compile(r"\\?\$|[€£¥]")
-# Words after a number. They are its unit, apart from those that are part of it.
+# Words after a number. They are its unit, apart from those that are part of it;
+# short ones may be a product of letters, unless they are known.
+_SHORT = frozenset(
+  "m g s h l j n w v k mm cm dm km in ft yd mi nm mg kg lb lbs oz ml cl dl pt"
+  " qt gal ms hr hrs min sec yr yrs hz khz mph kph rpm kw kj kv ma kn pa kpa"
+  " atm mol ev db kb mb gb sq cu st nd rd th usd eur gbp rs cal deg rad".split()
+)
 _UNIT = re.compile(
   r"(?<=[\d})])\s*(?:\\ |~)*\s*"
   r"(?P<unit>(?:(?:[a-zA-Zµ]{2,}+|(?<![\d}a-zA-Z])[a-zA-Z])\.?"
@@ -90,6 +139,8 @@ _NO_UNITS = re.compile(
   re.I,
 )
 _LETTERS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
+_CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([a-z])\)?")
+_LABEL = re.compile(r"\(([A-J])\)(?:\s|\\[ ,;:]|~|\\q?quad)+(?=[\w$\\-])(.+)")
 _TIME_OF_DAY = re.compile(r"[\d:.\s]+(?:am|pm|a\.m|p\.m)")
 
 
@@ -98,7 +149,8 @@ def latex(answer: str) -> str:
 
   It takes time in proportion to the answer.
   """
-  answer = _plain(answer)
+  answer = re.sub(r"^(?:minus|negative) (?=[\d.\\])", "-", _plain(answer))
+  answer = _RECURRING.sub(_fraction, answer)
   if _LETTERS.fullmatch(_TEXT.sub(r"\1", answer).strip()):
     return answer
   if match := _SCIENTIFIC.fullmatch(answer):
@@ -107,9 +159,9 @@ def latex(answer: str) -> str:
     return answer.replace(" ", "")
   if match := _MIXED.fullmatch(answer):
     return rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
-  answer = re.sub(r"\s*(?:percent|pct|percentage)$", r"\\%", answer)
+  answer = _PERCENT.sub(r"\\%", answer)
   # 4 i is a product.
-  answer = re.sub(r"(?<=\d)\s+(?=[a-z]$)", "", answer)
+  answer = re.sub(r"(?<=\d)\s+(?=i$)", "", answer)
   return _without_unit(answer.replace("**", "^"))
 
 
@@ -122,11 +174,27 @@ def words(answer: str) -> str | None:
   """
   text = _TEXT.sub(r"\1", _plain(answer)).replace("\\ ", " ").replace("$", "")
   text = " ".join(text.split()).casefold().rstrip(".")
-  if choice := re.fullmatch(r"\(?([a-z])\)?", text):
+  if choice := _CHOICE.fullmatch(text):
     return choice[1]
   if _TIME_OF_DAY.fullmatch(text):
     return text.replace(" ", "").replace(".", "")
   return text if _LETTERS.fullmatch(text) else None
+
+
+def tight(latex: str) -> str:
+  """Return LaTeX without the spaces and braces that change nothing."""
+  return _LOOSE.sub("", latex)
+
+
+def labelled(answer: str) -> tuple[str, ...]:
+  """Return the letter and the value of an answer such as (B) 12.
+
+  Any other answer is returned alone.
+  """
+  found = _LABEL.fullmatch(_TEXT.sub(r"\1", answer).strip(" $"))
+  if found is None or _LABEL.search(found[2]):
+    return (answer,)
+  return found[1], found[2]
 
 
 def _plain(answer: str) -> str:
@@ -138,7 +206,11 @@ def _plain(answer: str) -> str:
   answer = _BETWEEN_THOUSANDS.sub("", answer)
   answer = answer.replace("\\degree", "^\\circ ")
   answer = answer.replace("\\textdegree", "^\\circ ").replace("{.}", ".")
-  return _bare(answer)
+  answer = _bare(answer)
+  for pattern, better in _COMMANDS:
+    answer = pattern.sub(better, answer)
+  answer = answer.strip()
+  return _NAMES.get(answer.casefold(), answer)
 
 
 def _bare(answer: str) -> str:
@@ -163,9 +235,27 @@ def _without_unit(answer: str) -> str:
   """Drop currencies, and the words after a number."""
   answer = _DEGREES.sub("", _CURRENCY.sub("", answer).strip())
   found = _UNIT.search(_TEXT.sub(r" \1", answer))
-  if found and not _NO_UNITS.search(found["unit"]):
+  if found and _is_unit(found):
     answer = _DEGREES.sub("", found.string[: found.start()])
   return _ENDS.sub("", answer)
+
+
+def _is_unit(found: re.Match[str]) -> bool:
+  """Return whether words after a number are its unit, and no product."""
+  unit = found["unit"]
+  is_glued = found.start() == found.start("unit")
+  return not _NO_UNITS.search(unit) and all(
+    len(word) > 2 + is_glued or word.casefold() in _SHORT
+    for word in re.findall("[a-zA-Zµ]+", unit.replace("\\cdot", ""))
+  )
+
+
+def _fraction(match: re.Match[str]) -> str:
+  """Return a recurring decimal as a fraction."""
+  whole, first, period = match.groups()
+  over = int(whole + first + period) - int(whole + first or "0")
+  under = "9" * len(period) + "0" * len(first)
+  return rf"\frac{{{over}}}{{{under}}}"
 
 
 def _fractions(answer: str) -> str:
