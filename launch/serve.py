@@ -66,6 +66,14 @@ _CACHE_TOKENS = flags.DEFINE_integer(
   0,
   setting_lib.MAX_INT,
 )
+_MAX_POSITIONS = flags.DEFINE_integer(
+  "max_positions",
+  0,
+  "Largest --cache_tokens that the model may get; 0 takes the"
+  " max_position_embeddings of its config.json.",
+  0,
+  setting_lib.MAX_INT,
+)
 _MAX_WAITING = flags.DEFINE_integer(
   "max_waiting",
   256,
@@ -181,7 +189,11 @@ def _check() -> None:
 def _policy() -> Any:
   from jaxrl_async.policies import serve
 
-  sizes = {"num_slots": _NUM_SLOTS.value, "cache_tokens": _CACHE_TOKENS.value}
+  sizes = {
+    "num_slots": _NUM_SLOTS.value,
+    "cache_tokens": _CACHE_TOKENS.value,
+    "max_positions": _MAX_POSITIONS.value,
+  }
   command_line.use_own_compile_cache()
   if _CHECKPOINT.value:
     path = pathlib.Path(_CHECKPOINT.value).absolute()

@@ -130,6 +130,8 @@ def test_no_sequence_is_longer_than_the_model_was_made_for(tmp_path):
       resolved()
   config.model.max_positions = 513
   assert setup_lib.resolve(config, jax.devices()).model.max_positions == 513
+  policy = serve.load_checkpoint(source, **sizes, max_positions=513)
+  assert policy.setup.config.rollout.cache_tokens == 513
   # What says nothing of its length gets the one that it was made for.
   policy = serve.load_checkpoint(source, num_slots=2, cache_tokens=0)
   assert policy.setup.config.rollout.cache_tokens == 512

@@ -69,7 +69,11 @@ class Policy:
 
 
 def load_run(
-  workdir: pathlib.Path, *, num_slots: int, cache_tokens: int
+  workdir: pathlib.Path,
+  *,
+  num_slots: int,
+  cache_tokens: int,
+  max_positions: int = 0,
 ) -> Policy:
   """Load the policy of a run's newest checkpoint.
 
@@ -77,15 +81,21 @@ def load_run(
     workdir: of the run.
     num_slots: replaces the number of slots of the run; 0 keeps it.
     cache_tokens: replaces the cache length of the run; 0 keeps it.
+    max_positions: replaces `model.max_positions` of the run; 0 keeps it.
 
   Raises:
     ConfigError: the workdir holds no checkpoint that can be served.
   """
-  return _load(stored_policy.of_run(workdir), num_slots, cache_tokens)
+  stored = stored_policy.of_run(workdir)
+  return _load(stored, num_slots, cache_tokens, max_positions)
 
 
 def load_checkpoint(
-  directory: pathlib.Path, *, num_slots: int, cache_tokens: int
+  directory: pathlib.Path,
+  *,
+  num_slots: int,
+  cache_tokens: int,
+  max_positions: int = 0,
 ) -> Policy:
   """Load a policy from a directory of parameters alone.
 
@@ -96,6 +106,7 @@ def load_checkpoint(
     num_slots: see `load_run`.
     cache_tokens: see `load_run`. For a pretrained model, 0 means 1024, or as
       many as it was made for if these are fewer.
+    max_positions: see `load_run`.
 
   Raises:
     ConfigError: the directory holds no such parameters.
@@ -107,15 +118,20 @@ def load_checkpoint(
     with contextlib.suppress(ValueError):  # which is named when it is read
       most = hf_config.max_positions(directory) or _PRETRAINED_CACHE_TOKENS
       cache_tokens = cache_tokens or min(_PRETRAINED_CACHE_TOKENS, most)
-  return _load(stored, num_slots, cache_tokens)
+  return _load(stored, num_slots, cache_tokens, max_positions)
 
 
 def _load(
-  stored: stored_policy.StoredPolicy, num_slots: int, cache_tokens: int
+  stored: stored_policy.StoredPolicy,
+  num_slots: int,
+  cache_tokens: int,
+  max_positions: int,
 ) -> Policy:
   """Load a policy in the format in which the run's devices hold it."""
   is_run = stored.kind is stored_policy.Kind.RUN
   _resize(stored.config, num_slots, cache_tokens)
+  if max_positions:
+    stored.config.model.max_positions = max_positions
   setup = setup_lib.resolve(
     stored.config, jax.devices(), tokenizer=stored_policy.tokenizer(stored)
   )
