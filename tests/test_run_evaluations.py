@@ -67,7 +67,7 @@ def beside(tmp_path_factory):
 
   def score_late(self, now):
     if now.step == 2 and not copies:
-      workdir = self.writer._workdir
+      workdir = self.recorder.writer._workdir
       saved = workdir / "checkpoints" / "3" / "manifest.json"
       assert test_run.until(saved.exists, timeout_s=DEADLINE_S)
       # Step 4 waits for this evaluation before it is published.
