@@ -210,11 +210,6 @@ class StopRequest:
 
     This does nothing outside the main thread. A SIGHUP that was ignored before,
     as under nohup, stays ignored.
-
-    Args:
-      note: is called with messages for the user.
-      what_follows: message at the first signal.
-      at_once: message at the second signal.
     """
     if threading.current_thread() is not threading.main_thread():
       yield

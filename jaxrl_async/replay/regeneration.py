@@ -193,7 +193,6 @@ class StoredGroups:
   num_generated = num_checked = 0
 
   def __init__(self, workdir: pathlib.Path):
-    """Prepare to read the trajectories of a run."""
     self.num_restored = 0
     self._workdir = workdir
 

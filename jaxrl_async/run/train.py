@@ -161,11 +161,6 @@ def _build(
 
   Whatever has to be closed is registered as soon as it exists. The threads of
   the loop do not run yet.
-
-  Args:
-    setup: a setup that `checks.checked` returned.
-    session: of this start.
-    given: parts that the caller provides.
   """
   started_s = time.perf_counter()
   config, note, shutdown = setup.config, session.progress.note, session.shutdown
