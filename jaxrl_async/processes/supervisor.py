@@ -8,6 +8,7 @@ them end.
 from collections.abc import Callable
 import contextlib
 import functools
+from multiprocessing import util
 import os
 import signal
 import threading
@@ -194,9 +195,11 @@ class StopRequest:
     self._clean_ups.append(clean_up)
 
   def clean_up(self) -> None:
-    """Call what `before_ending_now` registered."""
+    """Call what `before_ending_now` registered, and remove semaphores."""
     for clean_up in self._clean_ups:
       _within(_LOOK_S, clean_up)
+    # Those of process pools, about which Python would warn otherwise.
+    _within(_LOOK_S, functools.partial(util._run_finalizers, 0))
 
   @contextlib.contextmanager
   def on_signals(
