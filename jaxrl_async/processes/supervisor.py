@@ -199,7 +199,8 @@ class StopRequest:
     for clean_up in self._clean_ups:
       _within(_LOOK_S, clean_up)
     # Those of process pools, about which Python would warn otherwise.
-    _within(_LOOK_S, functools.partial(util._run_finalizers, 0))
+    finalize = util._run_finalizers  # pyright: ignore[reportAttributeAccessIssue]
+    _within(_LOOK_S, functools.partial(finalize, 0))
 
   @contextlib.contextmanager
   def on_signals(
