@@ -76,9 +76,9 @@ class Loop:
     self.num_steps = self.config.train.num_steps
     shutdown = self.session.shutdown
     self.rollout_thread = rollout_thread.RolloutThread(
-      self.rollout,
-      self.session,
-      self.config.run,
+      rollout=self.rollout,
+      session=self.session,
+      join_timeout_s=self.config.run.join_timeout_s,
       stall_timeout_s=rollout_start.stall_timeout_s(self.config, self.channel),
     )
     self.evaluations = run_evaluations.RunEvaluations(
