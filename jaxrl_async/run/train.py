@@ -183,6 +183,8 @@ def _build(
     name: metrics_lib.BusyClock(origin_s) for name in ("rollout", "train")
   }
   side_outputs = side_outputs_lib.SideOutputs(note)
+  if config.run.sample_groups and not samples_lib.can_be_written():
+    note(samples_lib.NOT_WRITTEN)
   writer = metrics_lib.MetricsWriter(
     session.workdir,
     side_outputs,
@@ -352,8 +354,6 @@ def _books(
   """Open the samples, the ledger and the timing record."""
   config, workdir = setup.config, session.workdir
   note, stored = session.progress.note, found.host_state
-  if config.run.sample_groups and not samples_lib.can_be_written():
-    note(samples_lib.NOT_WRITTEN)
   sampler = sampler_lib.Sampler(
     workdir,
     num_groups=config.run.sample_groups,
