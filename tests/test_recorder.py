@@ -116,7 +116,7 @@ def test_too_many_skipped_updates_are_raised_once(recorder, monkeypatch):
 
 
 def test_an_evaluation_counts_for_neither_slice(recorder, hand, tmp_path):
-  recorder._before |= {"run/warm_start_s": 7.0, "ledger/generated_tokens": 30}
+  recorder.before |= {"run/warm_start_s": 7.0, "ledger/generated_tokens": 30}
   recorder._rl = (
     {
       "run/rl_s": 100.0,
@@ -126,16 +126,16 @@ def test_an_evaluation_counts_for_neither_slice(recorder, hand, tmp_path):
     None,
   )
   hand.now_s = 10.0
-  with recorder._busy["train"].record("publish"):
+  with recorder.busy["train"].record("publish"):
     recorder.start_rl()
     hand.now_s = 12.0
-  with recorder._busy["rollout"].record("decode"):
+  with recorder.busy["rollout"].record("decode"):
     hand.now_s = 15.0
     with recorder.evaluating():
       hand.now_s = 18.0  # the worker goes on to the end of its call
   with recorder.evaluating():
     hand.now_s = 20.0
-    with recorder._busy["train"].record("publish"):
+    with recorder.busy["train"].record("publish"):
       hand.now_s = 21.0
     assert recorder.totals()["run/rl_s"] == 100 + 12 - 3 - 4
   hand.now_s = 22.0

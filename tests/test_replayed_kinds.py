@@ -72,10 +72,10 @@ def test_each_kind_of_run_is_replayed(rank, algorithm, critic, tmp_path):
   wanted = test_replay.num_tokens(tmp_path, last=6)
   found = test_replay.play(tmp_path)
   assert found.last_step == 6 and found.has_state
-  assert found.generated == found.checked == wanted > 0
+  assert found.generated == wanted > 0
   step = test_replay.a_checkpoint_between(tmp_path, 2, 5)
   later = test_replay.play(tmp_path, from_step=step)
-  assert later.has_state and later.generated == later.checked > 0
+  assert later.has_state and later.generated > 0
 
 
 def own_loss(microbatch):
@@ -93,11 +93,6 @@ def test_adapters_and_a_loss_of_ones_own_are_replayed(tmp_path):
   jaxrl_async.train(config, tmp_path, reward=reward_scorers.length, **given)
   found = jaxrl_async.replay(tmp_path, **given)
   assert found["bit_exact"] and found["state_bit_exact"]
-  assert (
-    found["generated"]
-    == found["checked"]
-    == test_replay.num_tokens(tmp_path)
-    > 0
-  )
+  assert found["generated"] == test_replay.num_tokens(tmp_path) > 0
   with pytest.raises(sections.ConfigError, match="^loss: .*:own_loss"):
     jaxrl_async.replay(tmp_path, episode=test_replay.two_turns)

@@ -293,55 +293,40 @@ def test_what_a_client_was_told_is_already_counted(is_late):
   assert counts == [(0, 1) if is_late else (1, 0)]
 
 
-def places(max_requests=16, max_further_choices=20):
-  return requests_lib._Places(max_requests, max_further_choices)
+def full_of(num_requests, num_choices, client="a"):
+  """A queue of 16 places and 20 further choices, with requests in it."""
+  queue = make_queue(max_waiting=16, max_further_choices=20, max_choices=20)
+  handles = [
+    queue.submit(request(num_choices=num_choices, client=client), Client())
+    for _ in range(num_requests)
+  ]
+  return queue, handles
+
+
+def refused(queue, words, **options):
+  with pytest.raises(client_request.QueueFull, match=words):
+    queue.submit(request(**options), Client())
 
 
 def test_many_choices_leave_room_for_a_single_one():
-  these = places()
-  these.take("a", 21)
-  assert "no room for 2 more" in these.refusal("b", 2)
-  for _ in range(13):
-    assert these.refusal("a", 1) is None
-    these.take("a", 1)
-
-
-def test_choices_that_have_ended_make_room():
-  these = places()
-  these.take("a", 21)
-  these.end_choice()
-  assert these.refusal("b", 2) is None
-  assert these.refusal("b", 3) is not None
-  these.leave("a", 20)
-  assert these.refusal("b", 21) is None
+  queue, (handle, _) = full_of(2, 11)
+  refused(queue, "no room for 2 more", num_choices=2, client="b")
+  for _ in range(12):
+    queue.submit(request(client="a"), Client())
+  handle.num_unfinished -= 1  # one has ended
+  queue.submit(request(num_choices=2, client="b"), Client())
+  refused(queue, "no room for 2 more", num_choices=2, client="c")
 
 
 def test_the_last_places_are_for_clients_that_hold_none():
-  these = places()
-  for _ in range(14):
-    assert these.refusal("a", 1) is None
-    these.take("a", 1)
-  assert "14 requests" in these.refusal("a", 1)
+  queue, (first, *_) = full_of(14, 1)
+  refused(queue, "14 requests", client="a")
   for client in ("b", "c"):
-    assert these.refusal(client, 1) is None
-    these.take(client, 1)
-  assert "16 requests" in these.refusal("d", 1)
-  these.leave("a", 1)
-  assert these.refusal("d", 1) is None
-
-
-def test_who_is_refused_comes_again_when_as_many_choices_have_ended(
-  monkeypatch,
-):
-  these, now_s = places(), [100.0]
-  monkeypatch.setattr(requests_lib.time, "monotonic", lambda: now_s[0])
-  assert these.retry_after_s(8) == 1.0  # nothing is known
-  these.take("a", 40)
-  for _ in range(20):
-    these.end_choice()
-    now_s[0] += 0.5
-  assert these.retry_after_s(6) == pytest.approx(6 * 0.5)
-  assert these.retry_after_s(1) == 1.0
+    queue.submit(request(client=client), Client())
+  refused(queue, "16 requests", client="d")
+  queue.cancel(first)
+  queue.feed(make_scheduler())
+  queue.submit(request(client="d"), Client())
 
 
 @pytest.mark.parametrize(

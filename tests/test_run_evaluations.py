@@ -67,7 +67,7 @@ def beside(tmp_path_factory):
 
   def score_late(self, now):
     if now.step == 2 and not copies:
-      workdir = self.writer._workdir
+      workdir = self.recorder.writer._workdir
       saved = workdir / "checkpoints" / "3" / "manifest.json"
       assert test_run.until(saved.exists, timeout_s=DEADLINE_S)
       # Step 4 waits for this evaluation before it is published.
@@ -144,11 +144,12 @@ def test_an_evaluation_in_a_pause_has_the_weights_of_its_step(in_pauses):
 
 def test_nobody_waits_for_ever_for_an_evaluation():
   rollout = mock.Mock(**{"moving.return_value": 3, "status.return_value": "R"})
-  thread = object.__new__(rollout_thread.RolloutThread)
-  thread._rollout, thread.stall_timeout_s = rollout, 1.0
-  thread._seconds = time.monotonic
+  session = mock.Mock(stop=supervisor_lib.StopRequest(), seconds=time.monotonic)
+  thread = rollout_thread.RolloutThread(
+    rollout=rollout, session=session, join_timeout_s=1.0, stall_timeout_s=1.0
+  )
   this = object.__new__(run_evaluations.RunEvaluations)
-  this.session = mock.Mock(stop=supervisor_lib.StopRequest())
+  this.session = session
   this.thread, this.rollout = thread, rollout
   this.buffer = mock.Mock(**{"waiting.return_value": ["B"]})
   this.channel = mock.Mock(unreadable=5)

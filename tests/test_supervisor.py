@@ -119,6 +119,24 @@ def test_one_signal_asks_and_a_second_one_ends(number, capfd):
   assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_a_second_signal_leaves_no_semaphore_behind():
+  code = """
+import multiprocessing, signal, time
+from jaxrl_async.processes import supervisor
+lock = multiprocessing.get_context("forkserver").Lock()
+stop = supervisor.StopRequest()
+with stop.on_signals(lambda text: None, at_once="ended"):
+  signal.raise_signal(signal.SIGINT)
+  stop.wait(60)
+  signal.raise_signal(signal.SIGINT)
+  time.sleep(60)
+"""
+  ran = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+  )
+  assert (ran.returncode, ran.stderr) == (130, "SIGINT: ended\n")
+
+
 def test_a_signal_is_seen_while_the_main_thread_does_not_look(capfd):
   """A note that never returns is a terminal that takes no more text."""
   ended, forever = threading.Event(), threading.Event()

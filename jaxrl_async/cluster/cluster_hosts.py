@@ -191,10 +191,6 @@ class ClusterHosts:
   ) -> Iterator[hosts.Facts]:
     """Yield what hosts have answered, but for those that have left.
 
-    Args:
-      asked: calls, from which those that have ended are taken.
-      wait_s: how long to wait for the next one.
-
     Raises:
       ConfigError: one could not answer.
     """

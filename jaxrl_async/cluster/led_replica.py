@@ -189,11 +189,6 @@ class Follower:
   """
 
   def __init__(self, world: world_lib.World) -> None:
-    """Begin to follow.
-
-    Args:
-      world: the processes.
-    """
     self._world = world
     self._spec: replica_spec.ReplicaSpec | None = None
     self._engine: engine_lib.Engine | None = None

@@ -118,10 +118,6 @@ class Cluster:
     Ray has a limit of its own for this, which is too short for a busy machine.
     Then it is started again.
 
-    Args:
-      closing: ends it.
-      end_s: on the monotonic clock; it has to have started by then.
-
     Raises:
       ConfigError: it does not start.
     """

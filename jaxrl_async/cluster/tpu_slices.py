@@ -26,13 +26,6 @@ class Slices:
   """
 
   def __init__(self, ray: Any, tpu: Any, strategies: Any):
-    """Work with these modules.
-
-    Args:
-      ray: `ray`.
-      tpu: `ray.util.tpu`.
-      strategies: `ray.util.scheduling_strategies`.
-    """
     self._ray = ray
     self._tpu = tpu
     self._strategies = strategies

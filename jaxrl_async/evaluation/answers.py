@@ -114,12 +114,7 @@ def _scored(
 
 
 def give_up(count: int, answer: Answer) -> EvaluationError:
-  """Return the error of an evaluation without a single score.
-
-  Args:
-    count: number of answers without one.
-    answer: one of them.
-  """
+  """Return the error of an evaluation without a single score."""
   failure = answer.failure
   assert failure is not None
   return EvaluationError(

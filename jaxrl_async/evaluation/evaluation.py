@@ -185,15 +185,7 @@ def _write(
   missing: dict[pathlib.Path, range],
   check: Callable[[], None],
 ) -> Iterator[answers_lib.Answer]:
-  """Generate and score answers, write them to their files, and yield them.
-
-  Args:
-    stored: the policy.
-    setup: of the engine.
-    plan: what is asked.
-    missing: the files to write, and the numbers of their questions.
-    check: raises to end it.
-  """
+  """Generate and score answers, write them to their files, and yield them."""
   tokenizer, task = setup.tokenizer, plan.config.task
   rewards = service_lib.RewardService(
     assembly.make_scorers(task, tokenizer), num_workers=task.reward_workers

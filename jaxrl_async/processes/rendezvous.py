@@ -260,11 +260,7 @@ def _read_key(directories: Mapping[str, pathlib.Path]) -> bytes | str:
 def _proof(key: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
   """Return the digest with which an end of a connection proves itself.
 
-  Args:
-    key: of the world.
-    role: of that end, so that neither can send back what the other one sent.
-    first: the random bytes of who listens.
-    second: the random bytes of who connects.
+  Each end has a role, so that neither can send back what the other one sent.
   """
   return hmac.digest(key, role + first + second, "sha256")
 

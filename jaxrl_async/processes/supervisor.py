@@ -8,6 +8,7 @@ them end.
 from collections.abc import Callable
 import contextlib
 import functools
+from multiprocessing import util
 import os
 import signal
 import threading
@@ -194,9 +195,12 @@ class StopRequest:
     self._clean_ups.append(clean_up)
 
   def clean_up(self) -> None:
-    """Call what `before_ending_now` registered."""
+    """Call what `before_ending_now` registered, and remove semaphores."""
     for clean_up in self._clean_ups:
       _within(_LOOK_S, clean_up)
+    # Those of process pools, about which Python would warn otherwise.
+    finalize = util._run_finalizers  # pyright: ignore[reportAttributeAccessIssue]
+    _within(_LOOK_S, functools.partial(finalize, 0))
 
   @contextlib.contextmanager
   def on_signals(
@@ -210,11 +214,6 @@ class StopRequest:
 
     This does nothing outside the main thread. A SIGHUP that was ignored before,
     as under nohup, stays ignored.
-
-    Args:
-      note: is called with messages for the user.
-      what_follows: message at the first signal.
-      at_once: message at the second signal.
     """
     if threading.current_thread() is not threading.main_thread():
       yield

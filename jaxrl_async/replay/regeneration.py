@@ -32,7 +32,6 @@ class Regeneration:
   Attributes:
     num_generated: tokens of the groups that were closed, which were generated.
     num_restored: tokens of these groups that a checkpoint held.
-    num_checked: tokens that were found to be what the record says.
   """
 
   def __init__(
@@ -69,11 +68,6 @@ class Regeneration:
       setup.tokenizer,
     )
     self._open: dict[int, list[_Group]] = {}  # by train step
-
-  @property
-  def num_checked(self) -> int:
-    """All tokens that were generated: digests have been compared."""
-    return self.num_generated
 
   def open(self, step: recorded_timing.RecordedStep) -> None:
     """Prepare to generate the groups of a train step.
@@ -182,13 +176,12 @@ class StoredGroups:
   """Reads the trajectories of a train step when it is trained.
 
   Attributes:
-    num_restored: their tokens. None is generated or checked.
+    num_restored: their tokens. None is generated.
   """
 
-  num_generated = num_checked = 0
+  num_generated = 0
 
   def __init__(self, workdir: pathlib.Path):
-    """Prepare to read the trajectories of a run."""
     self.num_restored = 0
     self._workdir = workdir
 

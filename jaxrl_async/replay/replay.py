@@ -57,10 +57,10 @@ class Result:
   Attributes:
     first_step, last_step: completed train steps before and after it.
     trajectories: how many were trained, all of which are those of the record.
-    generated: tokens of these that the replay has generated.
+    generated: tokens of these that the replay has generated, and that equal
+      the record.
     restored: tokens of these that it has read instead, from the checkpoint or
       from the stored trajectories.
-    checked: tokens that were generated and equal the record.
     has_state: whether the train state at the end was compared with a
       checkpoint. If not, what the last update has made of the weights and
       moments was not compared with anything.
@@ -71,15 +71,13 @@ class Result:
   trajectories: int = 0
   generated: int = 0
   restored: int = 0
-  checked: int = 0
   has_state: bool = False
 
   def record(self) -> dict[str, Any]:
     """Return it as JSON."""
-    names = ("first_step", "last_step", "trajectories")
-    names += ("generated", "restored", "checked")
-    record: dict[str, Any] = {name: getattr(self, name) for name in names}
-    return record | {"state_bit_exact": True if self.has_state else None}
+    record = dataclasses.asdict(self)
+    has_state = record.pop("has_state")
+    return record | {"state_bit_exact": True if has_state else None}
 
 
 def replay(
@@ -196,7 +194,6 @@ class _Replay:
       self._stop.check(f"stopped after step {version + 1}")
     result.generated = groups.num_generated
     result.restored = groups.num_restored
-    result.checked = groups.num_checked
     self._compare_state(end, result)
     return result
 

@@ -27,12 +27,7 @@ INITIAL_PARAMS = "initial_params"  # the same, as True or False
 def environment(
   given: given_lib.Given, data: source_lib.Source
 ) -> dict[str, Any]:
-  """Return what the bits of a result depend on besides the configuration.
-
-  Args:
-    given: what the caller gave to the run.
-    data: the source that is used.
-  """
+  """Return what the bits of a result depend on besides the configuration."""
   return {
     "jax": jax.__version__,
     "jaxlib": jaxlib.version.__version__,

@@ -107,7 +107,6 @@ class SampleFiles:
   """
 
   def __init__(self, workdir: pathlib.Path):
-    """Name the directory; nothing is created yet."""
     self._directory = workdir / DIRECTORY
 
   def forget_after(self, step: int) -> None:
@@ -147,11 +146,6 @@ def read(
   """Yield the rows of each file, also while a run is writing.
 
   A file that a run drops meanwhile is left out, and one that is damaged too.
-
-  Args:
-    workdir: of the run.
-    kinds: `TRAIN`, `EVAL` or both.
-    is_newest_first: begin with the last step.
   """
   import polars as pl
 

@@ -21,11 +21,6 @@ class SideOutputs:
   """
 
   def __init__(self, note: Callable[[str], None]):
-    """Begin without failures.
-
-    Args:
-      note: is called with messages for the user.
-    """
     self._note = note
     self._lock = threading.Lock()
     self._said: set[str] = set()

@@ -41,7 +41,6 @@ class Timeline:
   """
 
   def __init__(self, start_s: float):
-    """Begin without intervals."""
     self.start_s = self.end_s = start_s
     self._width_s = _FIRST_WIDTH_S
     self._bins: dict[str, np.ndarray] = {}  # share of each bin's width
@@ -102,10 +101,6 @@ def shares(
   """Return each activity's share of the time between neighbouring edges.
 
   The time inside a part of a timeline counts as evenly spread.
-
-  Args:
-    timelines: of one slice, one after the other.
-    edges_s: ascending.
   """
   if not timelines:
     return {}

@@ -5,7 +5,8 @@ Its own environment variables decide the account and the mode, such as
 WANDB_MODE=offline.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import json
 import pathlib
 import secrets
@@ -54,54 +55,36 @@ class WandbLog:
   def add(self, step: int, values: Mapping[str, Any]) -> None:
     """Log everything that is known about one step.
 
-    The first call begins or continues the run at W&B.
-
-    Args:
-      step: completed train steps.
-      values: as `events.EventFile.add` takes them.
+    The first call begins or continues the run at W&B. `values` are as
+    `events.EventFile.add` takes them.
 
     Raises:
-      OSError: it failed.
+      WandbError: it failed.
     """
-    self._log(step, values)
-
-  def add_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
-    """Log an evaluation, over steps of its own.
-
-    It may belong to an earlier step than the last one, which W&B would leave
-    out.
-
-    Args:
-      step: completed train steps when it began.
-      values: as for `add`.
-
-    Raises:
-      OSError: it failed.
-    """
-    self._log(max(step, self._last_step), {**values, _EVAL_STEP: step})
-
-  def _log(self, step: int, values: Mapping[str, Any]) -> None:
     self._last_step = step
-    try:
+    with _errors():
       if self._run is None:
         self._run = self._begin()
       self._run.log({k: _shown(v) for k, v in values.items()}, step=step)
-    except Exception as error:  # of a service whose errors have no common class
-      raise WandbError(" ".join(str(error).split())) from None
+
+  def add_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+    """Log an evaluation of `step`, over steps of its own; as `add`.
+
+    It may belong to an earlier step than the last one, which W&B would leave
+    out.
+    """
+    self.add(max(step, self._last_step), {**values, _EVAL_STEP: step})
 
   def close(self) -> None:
     """Send what is left, for up to half a minute.
 
     Raises:
-      OSError: it failed.
+      WandbError: it failed.
     """
     run, self._run = self._run, None
-    if run is None:
-      return
-    try:
-      run.finish()
-    except Exception as error:
-      raise WandbError(" ".join(str(error).split())) from None
+    if run is not None:
+      with _errors():
+        run.finish()
 
   def _begin(self) -> Any:
     import wandb
@@ -131,6 +114,15 @@ class WandbLog:
       run_id = secrets.token_hex(4)
       disk.replace_text(path, json.dumps({"id": run_id}) + "\n")
       return run_id
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+  """Raise any error of the library, whose errors have no common class."""
+  try:
+    yield
+  except Exception as error:
+    raise WandbError(" ".join(str(error).split())) from None
 
 
 def _shown(value: Any) -> Any:

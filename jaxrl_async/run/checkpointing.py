@@ -49,7 +49,6 @@ class _Watch:
     writing: futures.Future[float],
     timeout_s: float,
   ):
-    """Begin to watch a write until it is done."""
     self.num_stalls = 0
     self._write = write
     self._writing = writing

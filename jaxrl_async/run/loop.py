@@ -12,16 +12,16 @@ from typing import NoReturn
 from jaxrl_async.assembly import frozen_base
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.buffer import buffer as buffer_lib
-from jaxrl_async.buffer import ledger as ledger_lib
-from jaxrl_async.buffer import staleness_control
 from jaxrl_async.data import prompts
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.replay import timing_start
 from jaxrl_async.reporting import profile as profile_lib
+from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
+from jaxrl_async.run import rollout_start
 from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import run_evaluations
 from jaxrl_async.run import session as session_lib
@@ -52,7 +52,6 @@ class Loop:
     found: what this start continues from.
     step: the number of completed train steps.
     base_record: where the base of a run with LoRA is; None without one.
-    staleness: moves the bound; None if it is fixed.
     is_whole: whether the weights are those of `step`, all of which is recorded.
       While it is False, the run cannot be saved.
   """
@@ -62,43 +61,65 @@ class Loop:
   found: resume.Found
   step: int
   base_record: frozen_base.Record | None
-  staleness: staleness_control.StalenessControl | None
   buffer: buffer_lib.Buffer
   trainer: trainer_lib.Trainer
   stream: prompts.PromptStream
-  ledger: ledger_lib.Ledger
   recorder: recorder_lib.Recorder
-  profiler: profile_lib.Profiler
   rollout: rollout_side.RolloutSide
   channel: weight_transfer.WeightChannel
-  publisher: version_publisher.VersionPublisher
-  rollout_thread: rollout_thread.RolloutThread
-  evaluations: run_evaluations.RunEvaluations
-  loader: batch_loader.BatchLoader[trainer_lib.PreparedBatch]
+  questions: dict[str, list[questions_lib.Question]]
   is_whole: bool = True
-  checkpoints: checkpointing.Checkpointing = dataclasses.field(init=False)
 
   def __post_init__(self):
-    """Register the end of what writes checkpoints."""
+    """Make what the loop alone uses."""
     self.config, self.stop = self.setup.config, self.session.stop
+    self.num_steps = self.config.train.num_steps
+    shutdown = self.session.shutdown
+    self.rollout_thread = rollout_thread.RolloutThread(
+      rollout=self.rollout,
+      session=self.session,
+      join_timeout_s=self.config.run.join_timeout_s,
+      stall_timeout_s=rollout_start.stall_timeout_s(self.config, self.channel),
+    )
+    self.evaluations = run_evaluations.RunEvaluations(
+      setup=self.setup,
+      session=self.session,
+      questions=self.questions,
+      thread=self.rollout_thread,
+      rollout=self.rollout,
+      channel=self.channel,
+      buffer=self.buffer,
+      trainer=self.trainer,
+      recorder=self.recorder,
+    )
+    shutdown.stops(self.evaluations.close)
+    self.loader = batch_loader.BatchLoader(
+      self.buffer,
+      self.trainer.prepare,
+      first_step=self.step,
+      end_step=self.num_steps,
+    )
+    self.publisher = version_publisher.VersionPublisher(
+      self.trainer.published, self.channel, self.buffer
+    )
+    self.profiler = profile_lib.Profiler(
+      self.session.workdir,
+      self.session.profile_steps,
+      self.recorder.side_outputs,
+    )
     self.checkpoints = checkpointing.Checkpointing(
       self.save, self.config.run, self.stop, self.session.progress.note
     )
     # What is being written was taken whole, so it may use its time.
-    self.session.shutdown.closes(
-      self.checkpoints.close, self.config.run.stall_timeout_s
-    )
-
-  @property
-  def num_steps(self) -> int:
-    """The number of train steps after which the run ends."""
-    return self.config.train.num_steps
+    shutdown.closes(self.checkpoints.close, self.config.run.stall_timeout_s)
+    self.stop.before_ending_now(self.channel.remove)
+    self.stop.before_ending_now(self.session.progress.show_cursor)
 
   def start(self) -> None:
     """Save and evaluate a new run, publish its weights, and start threads."""
     # The checkpoint is written first. In a workdir that has metrics or a ledger
     # but no checkpoint, the checkpoint was lost.
-    if self.found.step is None:
+    if self.found.is_new:
       self.checkpoints.take_first()
     config_json.write(self.config, self.session.workdir)
     self.channel.publish(self.trainer.published(), self.step)
@@ -168,9 +189,9 @@ class Loop:
     self._wait_for_recorder()  # of the step before
     self.session.claim.check()
     try:
-      if self.staleness is not None:
+      if self.recorder.staleness is not None:
         # What the step before has measured decides from this version on.
-        self.buffer.set_max_staleness(self.staleness.bound)
+        self.buffer.set_max_staleness(self.recorder.staleness.bound)
       # Its questions wait for this version.
       is_evaluated = self.evaluations.begin(self.step + 1)
       start_s = time.perf_counter()
@@ -277,16 +298,16 @@ class Loop:
         "next_index": self.buffer.state().next_index,
         "stream": self.stream.state(),
         "data": dict(self.setup.source.versions),
-        "ledger": dataclasses.asdict(self.ledger.state()),
+        "ledger": dataclasses.asdict(self.recorder.ledger.state()),
         "metrics": self.recorder.state(),
-        timing_start.KEY: self.recorder.timing_bytes(),
+        timing_start.KEY: self.recorder.timing.num_bytes(),
         "config": config_json.to_stored(self.config),
       }
       if self.rollout_thread.is_hung:
         # It may have gone on meanwhile.
         self.recorder.check_tokens(checkpointing.count_tokens(groups))
-    if self.staleness is not None:
-      host_state["staleness_control"] = self.staleness.state()
+    if self.recorder.staleness is not None:
+      host_state["staleness_control"] = self.recorder.staleness.state()
     state = self.trainer.state
     if self.base_record is not None:
       host_state[frozen_base.KEY] = self.base_record

@@ -8,6 +8,7 @@ that a later start of the run goes on counting.
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 import contextlib
+import dataclasses
 import pathlib
 import time
 from typing import Any
@@ -37,6 +38,7 @@ class BadUpdatesError(supervisor_lib.RunError):
   """
 
 
+@dataclasses.dataclass
 class Recorder:
   """Fetches the metrics of each step and writes them to all outputs.
 
@@ -45,84 +47,64 @@ class Recorder:
   `wait` returns True, besides `wait`, `status` and `close` only `totals` and
   `end_rl` may be called, because these read nothing that the writing thread
   changes. Only plain counters are read from the rollout side, which goes on.
+
+  Attributes:
+    before: totals of earlier starts of the run, as `state` has returned them,
+      and `run/warm_start_s` and `run/max_staleness`.
+    ledger: gets the trained groups.
+    busy: the clocks of the two slices, "train" and "rollout".
+    compilations: of this start.
+    side_outputs: guards outputs whose failure must not end the run.
+    sampler: writes some completions of each step.
+    timing: records what timing has decided.
+    max_bad_updates: so many skipped updates in a row end the run.
+    solved_score: a completion with at least this score counts as solved.
+    staleness: decides from the metrics of each step; None if the bound is
+      fixed.
+    scheduled: returns each field with a schedule, of completed train steps.
   """
 
-  def __init__(
-    self,
-    before: Mapping[str, int | float],
-    *,
-    workdir: pathlib.Path,
-    writer: metrics_lib.MetricsWriter,
-    ledger: ledger_lib.Ledger,
-    rollout: rollout_side.RolloutSide,
-    rewards: service_lib.RewardService,
-    busy: dict[str, metrics_lib.BusyClock],
-    compilations: metrics_lib.CompilationCounter,
-    progress: progress_lib.Progress,
-    side_outputs: side_outputs_lib.SideOutputs,
-    sampler: sampler_lib.Sampler,
-    timing: timing_record.TimingRecord,
-    max_bad_updates: int,
-    solved_score: float,
-    staleness: staleness_control.StalenessControl | None = None,
-    scheduled: Mapping[str, Callable[[int], Any]] | None = None,
-  ):
-    """Prepare recording.
+  before: Mapping[str, int | float]
+  _: dataclasses.KW_ONLY
+  workdir: pathlib.Path
+  writer: metrics_lib.MetricsWriter
+  ledger: ledger_lib.Ledger
+  rollout: rollout_side.RolloutSide
+  rewards: service_lib.RewardService
+  busy: dict[str, metrics_lib.BusyClock]
+  compilations: metrics_lib.CompilationCounter
+  progress: progress_lib.Progress
+  side_outputs: side_outputs_lib.SideOutputs
+  sampler: sampler_lib.Sampler
+  timing: timing_record.TimingRecord
+  max_bad_updates: int
+  solved_score: float
+  staleness: staleness_control.StalenessControl | None = None
+  scheduled: Mapping[str, Callable[[int], Any]] = dataclasses.field(
+    default_factory=dict
+  )
 
-    Args:
-      before: totals of earlier starts of the run, as `state` has returned them,
-        and `run/warm_start_s` and `run/max_staleness`.
-      workdir: of the run.
-      writer: writes the metrics.
-      ledger: gets the trained groups.
-      rollout: its counters are read.
-      rewards: its metrics are read.
-      busy: the clocks of the two slices, "train" and "rollout".
-      compilations: of this start.
-      progress: shows each step.
-      side_outputs: guards outputs whose failure must not end the run.
-      sampler: writes some completions of each step.
-      timing: records what timing has decided.
-      max_bad_updates: so many skipped updates in a row end the run.
-      solved_score: a completion with at least this score counts as solved.
-      scheduled: returns each field with a schedule, of completed train steps.
-      staleness: decides from the metrics of each step, if the bound may move.
-    """
-    self._before = before
-    self._max_bad_updates = max_bad_updates
-    self._solved_score = solved_score
-    self._staleness = staleness
-    self._scheduled = scheduled or {}
+  def __post_init__(self):
+    """Prepare recording; the RL stage stands still."""
     self._bad_updates = 0
     self._writing: futures.Future[None] | None = None
     self._failure: BaseException | None = None
     self._status = "", 0.0
-    self._workdir = workdir
-    self._writer = writer
-    self._ledger = ledger
-    self._rollout = rollout
-    self._rewards = rewards
-    self._busy = busy
-    self._compilations = compilations
-    self._progress = progress
-    self._side_outputs = side_outputs
-    self._sampler = sampler
-    self._timing = timing
     # Totals of the RL stage up to a reading of the clocks, after which it goes
     # on. Without a reading it stands still. One assignment replaces both,
     # because the writing thread reads them.
     self._rl: tuple[dict[str, float], metrics_lib.Reading | None] = (
-      {name: before.get(name, 0.0) for name in _RL_TOTALS},
+      {name: self.before.get(name, 0.0) for name in _RL_TOTALS},
       None,
     )
     self._last: dict[str, int | float] = {}
-    writer.totals = self._line_totals
+    self.writer.totals = self._line_totals
 
   def start_rl(self) -> None:
     """Start the clocks and counters of the RL stage."""
-    for clock in self._busy.values():
+    for clock in self.busy.values():
       clock.cut_timeline()
-    self._rl = self._rl[0], metrics_lib.read(self._busy)
+    self._rl = self._rl[0], metrics_lib.read(self.busy)
     self._last = self.totals()
 
   def end_rl(self) -> None:
@@ -130,7 +112,7 @@ class Recorder:
 
     What follows the last train step therefore does not count.
     """
-    self._rl = self._rl_totals(metrics_lib.read(self._busy)), None
+    self._rl = self._rl_totals(metrics_lib.read(self.busy)), None
 
   @contextlib.contextmanager
   def evaluating(self) -> Iterator[None]:
@@ -144,7 +126,7 @@ class Recorder:
       if goes_on:
         for name, value in self.totals().items():
           self._last[name] += value - before[name]
-        self._rl = self._rl[0], metrics_lib.read(self._busy)
+        self._rl = self._rl[0], metrics_lib.read(self.busy)
 
   def begin(
     self,
@@ -226,39 +208,39 @@ class Recorder:
     more: Mapping[str, int | float],
   ) -> None:
     values, is_bad = pending.metrics()
-    self._ledger.add_trained(
+    self.ledger.add_trained(
       pending.groups, step=pending.step, skipped_update=any(is_bad)
     )
-    self._timing.add_step(pending.step, pending.groups, pending.sums)
-    self._sampler.write_step(pending.step + 1, pending.groups)
+    self.timing.add_step(pending.step, pending.groups, pending.sums)
+    self.sampler.write_step(pending.step + 1, pending.groups)
     delta = {name: totals[name] - self._last[name] for name in totals}
     self._last = totals
     step_s = max(delta["run/rl_s"], 1e-9)
     trained = sum(
       t.num_completion_tokens for g in pending.groups for t in g.trajectories
     )
-    values |= step_metrics.pass_at_k(pending.groups, self._solved_score)
+    values |= step_metrics.pass_at_k(pending.groups, self.solved_score)
     values |= _rollout_metrics(delta, step_s)
-    values |= self._rewards.metrics()
-    values |= self._rollout.coordinator.stream.metrics()
-    values |= self._rollout.metrics()
+    values |= self.rewards.metrics()
+    values |= self.rollout.coordinator.stream.metrics()
+    values |= self.rollout.metrics()
     values |= more
     values |= {
       f"schedule/{field}": float(schedule(pending.step))
-      for field, schedule in self._scheduled.items()
+      for field, schedule in self.scheduled.items()
     }
     values |= {
       "time/step_s": step_s,
       "train/tokens_per_s": trained / step_s,
       "train/busy_frac": min(delta["run/train_busy_s"] / step_s, 1.0),
-      "run/failed_side_outputs": self._side_outputs.num_failures,
+      "run/failed_side_outputs": self.side_outputs.num_failures,
       **{name: totals[name] for name in ("run/wall_s", *_RL_TOTALS)},
       metrics_lib.TIMELINES: self._timelines(),
     }
-    if self._staleness is not None:
-      values |= self._staleness.observe(pending.step + 1, values)
-    self._writer.write(pending.step + 1, values)
-    self._progress.step(
+    if self.staleness is not None:
+      values |= self.staleness.observe(pending.step + 1, values)
+    self.writer.write(pending.step + 1, values)
+    self.progress.step(
       progress_lib.StepReport(
         step=pending.step + 1,
         reward=values["reward/mean"],
@@ -276,7 +258,7 @@ class Recorder:
   ) -> None:
     for bad in is_bad:
       self._bad_updates = self._bad_updates + 1 if bad else 0
-      if self._bad_updates >= self._max_bad_updates:
+      if self._bad_updates >= self.max_bad_updates:
         indices = [group.index for group in pending.groups]
         raise BadUpdatesError(
           f"step {pending.step}: {self._bad_updates} updates in a row had a"
@@ -294,7 +276,7 @@ class Recorder:
     Raises:
       RuntimeError: the numbers do not add up to the generated tokens.
     """
-    ledger = self._ledger.totals()
+    ledger = self.ledger.totals()
     ledger_lib.check_balance(
       generated=self._generated_tokens(),
       trained=ledger.trained_tokens,
@@ -303,17 +285,13 @@ class Recorder:
       in_flight=in_flight,
     )
 
-  def timing_bytes(self) -> int:
-    """Return the length of the timing record, all of which is on the disk."""
-    return self._timing.num_bytes()
-
   def state(self) -> dict[str, Any]:
     """Return what a checkpoint keeps of the metrics.
 
     Raises:
       StorageError: `metrics.jsonl` did not reach the disk.
     """
-    return {**self._writer.state(), "totals": self._kept_totals()}
+    return {**self.writer.state(), "totals": self._kept_totals()}
 
   def finish(self, step: int) -> str:
     """Write the totals at the end of the run, summary.json and summary.png.
@@ -324,21 +302,21 @@ class Recorder:
     Returns:
       The summary on one line.
     """
-    self._writer.write(step, {metrics_lib.TIMELINES: self._timelines()})
-    record = summary_lib.read(self._workdir)
-    with self._side_outputs.attempt("summary.png"):
-      picture.draw(self._workdir, record)
-    return summary_lib.write(self._workdir, record)
+    self.writer.write(step, {metrics_lib.TIMELINES: self._timelines()})
+    record = summary_lib.read(self.workdir)
+    with self.side_outputs.attempt("summary.png"):
+      picture.draw(self.workdir, record)
+    return summary_lib.write(self.workdir, record)
 
   def _timelines(self) -> dict[str, Any]:
     """Return what each slice did since the last call."""
     return {
-      name: clock.cut_timeline().packed() for name, clock in self._busy.items()
+      name: clock.cut_timeline().packed() for name, clock in self.busy.items()
     }
 
   def _generated_tokens(self) -> int:
-    before = int(self._before.get("ledger/generated_tokens", 0))
-    return before + self._rollout.generated_tokens
+    before = int(self.before.get("ledger/generated_tokens", 0))
+    return before + self.rollout.generated_tokens
 
   def _rl_totals(self, now: metrics_lib.Reading) -> dict[str, float]:
     totals, since = self._rl
@@ -355,9 +333,9 @@ class Recorder:
 
   def _kept_totals(self) -> dict[str, int | float]:
     """Return the totals that a later start of the run continues."""
-    now = metrics_lib.read(self._busy)
+    now = metrics_lib.read(self.busy)
     return {
-      **self._before,
+      **self.before,
       "run/wall_s": now.now_s,
       **self._rl_totals(now),
       "ledger/generated_tokens": self._generated_tokens(),
@@ -367,7 +345,7 @@ class Recorder:
     """Return the totals that every line of metrics has."""
     # The rollout side goes on counting. Its counter is read only once, so that
     # the values agree, and after the ledger, so that no difference is negative.
-    ledger = self._ledger.totals()
+    ledger = self.ledger.totals()
     kept = self._kept_totals()
     ended = {
       "ledger/trained_tokens": ledger.trained_tokens,
@@ -379,8 +357,8 @@ class Recorder:
       **kept,
       **ended,
       "ledger/in_flight_tokens": in_flight,
-      "run/num_programs": self._compilations.num_programs,
-      "run/num_compilations": self._compilations.num_compiled,
+      "run/num_programs": self.compilations.num_programs,
+      "run/num_compilations": self.compilations.num_compiled,
     }
 
   def totals(self) -> dict[str, int | float]:
@@ -388,9 +366,9 @@ class Recorder:
 
     The metrics of a step are computed from differences between these.
     """
-    now = metrics_lib.read(self._busy)
+    now = metrics_lib.read(self.busy)
     return {
-      **self._rollout.totals(),
+      **self.rollout.totals(),
       "run/wall_s": now.now_s,
       **self._rl_totals(now),
     }

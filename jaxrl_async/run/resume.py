@@ -40,6 +40,16 @@ class Found(NamedTuple):
   host_state: dict[str, Any]
   verified: checkpoint.Verified | None
 
+  @property
+  def is_new(self) -> bool:
+    """Whether the run begins with this start."""
+    return self.step is None
+
+  @property
+  def first_step(self) -> int:
+    """The number of train steps that are completed already."""
+    return self.step or 0
+
 
 def find(
   wanted: sections.Config,

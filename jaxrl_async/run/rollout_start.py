@@ -1,8 +1,6 @@
 """Builds the rollout side of a run: in this process, or in a cluster."""
 
-from collections.abc import Callable
 import dataclasses
-import pathlib
 from typing import Any
 
 from jaxrl_async.assembly import assembly
@@ -19,7 +17,6 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
-from jaxrl_async.processes import world as world_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
@@ -139,18 +136,12 @@ def build(
     ReplicaFailed: a replica cannot work with this process.
     Interrupted: the run was asked to end.
   """
-  config, workdir = setup.config, session.workdir
-  note, join_s = session.progress.note, config.run.join_timeout_s
+  config, note = setup.config, session.progress.note
   if remote is None:
     assert engine is not None
     if trainer.has_base:
-      send_base(config, workdir, trainer, engine, note)
-    channel = make_channel(
-      config, workdir, trainer.published_shapes(), engine, note, session.world
-    )
-    session.shutdown.closes(
-      channel.close, join_s + disk.most_s(channel.num_bytes)
-    )
+      _send_base(setup, session, trainer, engine)
+    channel = _open_channel(setup, session, trainer.published_shapes(), engine)
     replica = replica_lib.Replica(
       "replica 0",
       coordinator,
@@ -206,20 +197,8 @@ def _channels(
   for shapes in (trainer.base_shapes(), trainer.published_shapes()):
     if shapes is None:
       continue
-    channel = make_channel(
-      setup.config,
-      session.workdir,
-      shapes,
-      None,
-      session.progress.note,
-      session.world,
-    )
+    channel = _open_channel(setup, session, shapes, None)
     assert isinstance(channel, weight_transfer.OrbaxChannel)
-    # The last version may still be on its way to a slow disk.
-    join_s = setup.config.run.join_timeout_s
-    session.shutdown.closes(
-      channel.close, join_s + disk.most_s(channel.num_bytes)
-    )
     channels.append(channel)
   return channels
 
@@ -295,25 +274,34 @@ def _spec(
 # -- channels of weights ------------------------------------------------------
 
 
-def make_channel(
-  config: sections.Config,
-  workdir: pathlib.Path,
+def _open_channel(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
   published: Any,
   engine: engine_lib.Engine | None,
-  note: Callable[[str], None],
-  world: world_lib.World | None = None,
+) -> weight_transfer.WeightChannel:
+  """Do what `_make_channel` does, and let the end of the run close it."""
+  channel = _make_channel(setup, session, published, engine)
+  # The last version may still be on its way to a slow disk.
+  timeout_s = setup.config.run.join_timeout_s + disk.most_s(channel.num_bytes)
+  session.shutdown.closes(channel.close, timeout_s)
+  return channel
+
+
+def _make_channel(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  published: Any,
+  engine: engine_lib.Engine | None,
 ) -> weight_transfer.WeightChannel:
   """Build the channel that brings weights from the trainer to the engine.
 
   Args:
-    config: a validated config.
-    workdir: of the run.
+    setup: of the run.
+    session: of this start.
     published: shapes and dtypes of the arrays that are published: all weights,
       or the base or the adapters of a model with LoRA.
     engine: the engine that adopts them; None if none is in this process.
-    note: is called with messages about what was found in the directory of the
-      channel.
-    world: the processes that train together; None is this one alone.
   """
   target = published
   if engine is not None:
@@ -322,26 +310,24 @@ def make_channel(
       is_base = "embedding" in published
       shardings = (lora_lib.base if is_base else lora_lib.adapters)(shardings)
     target = aot.placed(published, shardings)
-  section = _transfer_section(config, workdir, world)
+  section = _transfer_section(setup.config, session)
   return weight_transfer.make_channel(
     section.channel,
     directory=transfer_directory.prepare(
       section,
-      workdir,
+      session.workdir,
       device_checks.num_bytes(target),
-      note,
+      session.progress.note,
     ),
     target=target,
-    coalesce=config.algorithm.max_staleness > 0,
-    world=world,
-    note=note,
+    coalesce=setup.config.algorithm.max_staleness > 0,
+    world=session.world,
+    note=session.progress.note,
   )
 
 
 def _transfer_section(
-  config: sections.Config,
-  workdir: pathlib.Path,
-  world: world_lib.World | None,
+  config: sections.Config, session: session_lib.Session
 ) -> sections.TransferSection:
   """Return the section with its channel and its directory decided."""
   section = dataclasses.replace(config.transfer)
@@ -350,17 +336,17 @@ def _transfer_section(
     section.channel = (
       sections.Channel.ORBAX if is_apart else sections.Channel.DIRECT
     )
-  if not section.directory and world is not None and not world.is_one_host:
-    section.directory = str(workdir)  # all processes of the trainer share it
+  if not section.directory and not session.world.is_one_host:
+    # All processes of the trainer share it.
+    section.directory = str(session.workdir)
   return section
 
 
-def send_base(
-  config: sections.Config,
-  workdir: pathlib.Path,
+def _send_base(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
   trainer: trainer_lib.Trainer,
   engine: engine_lib.Engine,
-  note: Callable[[str], None],
 ) -> None:
   """Send the engine the weights that no version changes.
 
@@ -371,11 +357,11 @@ def send_base(
     WeightTransferError: they could not be sent.
     StorageError: the directory of the channel is full.
   """
-  shapes = trainer.base_shapes()
-  channel = make_channel(config, workdir, shapes, engine, note, trainer.world)
+  section = setup.config.run
+  channel = _make_channel(setup, session, trainer.base_shapes(), engine)
   try:
     channel.publish(trainer.published_base(), 0)
-    timeout_s = config.run.stall_timeout_s + disk.most_s(channel.num_bytes)
+    timeout_s = section.stall_timeout_s + disk.most_s(channel.num_bytes)
     adopted = channel.adopt_first(timeout_s)
     if adopted is None:
       raise weight_transfer.WeightTransferError(
@@ -383,9 +369,9 @@ def send_base(
       )
     engine.hold_base(adopted[0])
   finally:
-    channel.close(config.run.join_timeout_s)
+    channel.close(section.join_timeout_s)
   adapters = device_checks.num_bytes(trainer.published_shapes())
-  note(
+  session.progress.note(
     f"the base is in the engine ({memory_estimate.size(channel.num_bytes)});"
     f" each version brings its adapters ({memory_estimate.size(adapters)})"
   )

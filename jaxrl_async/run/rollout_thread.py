@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 import contextlib
+import dataclasses
 
-from jaxrl_async.config import sections
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import session as session_lib
@@ -11,6 +11,7 @@ from jaxrl_async.run import session as session_lib
 NAME = "rollout worker"
 
 
+@dataclasses.dataclass(kw_only=True)
 class RolloutThread:
   """Starts the thread, pauses it, and looks whether it hangs.
 
@@ -18,43 +19,30 @@ class RolloutThread:
   last checkpoint uses it.
 
   Attributes:
+    rollout: what it drives.
+    session: of this start.
+    join_timeout_s: how long the thread may take to end.
+    stall_timeout_s: how long nothing may move.
     is_hung: whether it was left alone where it hangs, because the run ends.
     is_ending: whether the run ends with a failure. What waits for the thread
       then has less patience, and does not look whether it has failed.
-    stall_timeout_s: how long nothing may move.
   """
 
-  def __init__(
-    self,
-    rollout: rollout_side.RolloutSide,
-    session: session_lib.Session,
-    section: sections.RunSection,
-    stall_timeout_s: float,
-  ):
-    """Prepare the thread.
-
-    Args:
-      rollout: what it drives.
-      session: of this start.
-      section: says how long a thread may take to end.
-      stall_timeout_s: how long nothing may move.
-    """
-    self.is_hung = False
-    self.is_ending = False
-    self.stall_timeout_s = stall_timeout_s
-    self._rollout = rollout
-    self._shutdown = session.shutdown
-    self._join_timeout_s = section.join_timeout_s
-    self._seconds = session.seconds
+  rollout: rollout_side.RolloutSide
+  session: session_lib.Session
+  join_timeout_s: float
+  stall_timeout_s: float
+  is_hung: bool = False
+  is_ending: bool = False
 
   @property
   def is_started(self) -> bool:
     """Whether it was started, whatever became of it."""
-    return self._shutdown.supervisor.has_spawned(NAME)
+    return self.session.shutdown.supervisor.has_spawned(NAME)
 
   def start(self) -> None:
     """Start it."""
-    self._shutdown.spawn(NAME, self._rollout.run, stop=self._rollout.stop)
+    self.session.shutdown.spawn(NAME, self.rollout.run, stop=self.rollout.stop)
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -70,23 +58,23 @@ class RolloutThread:
       yield
       return
     is_ending = self.is_ending
-    timeout_s = self._join_timeout_s if is_ending else self.stall_timeout_s
+    timeout_s = self.join_timeout_s if is_ending else self.stall_timeout_s
     with contextlib.ExitStack() as stack:
       try:
-        stack.enter_context(self._rollout.paused(timeout_s))
+        stack.enter_context(self.rollout.paused(timeout_s))
       except TimeoutError as error:
         if not is_ending:
           raise supervisor_lib.StallError(str(error)) from error
-        self._rollout.abandon()
+        self.rollout.abandon()
         self.is_hung = True
       if not is_ending:
         # A thread that has ended already has failed.
-        self._shutdown.supervisor.check()
+        self.session.shutdown.supervisor.check()
       yield
 
   def watch(self) -> supervisor_lib.StallWatch:
     """Return what a wait has to pass to `check`."""
-    return supervisor_lib.StallWatch(self.stall_timeout_s, self._seconds)
+    return supervisor_lib.StallWatch(self.stall_timeout_s, self.session.seconds)
 
   def check(
     self,
@@ -104,4 +92,4 @@ class RolloutThread:
     Raises:
       StallError: nothing moves.
     """
-    watch.check((self._rollout.moving(), progress), report)
+    watch.check((self.rollout.moving(), progress), report)

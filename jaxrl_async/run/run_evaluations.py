@@ -20,14 +20,11 @@ from jaxrl_async.buffer import buffer as buffer_lib
 from jaxrl_async.evaluation import answers as answers_lib
 from jaxrl_async.evaluation import evaluated_sets
 from jaxrl_async.processes import supervisor as supervisor_lib
-from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import summary as summary_lib
-from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import rollout_thread
-from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.training import trainer as trainer_lib
 from jaxrl_async.weights import weight_transfer
@@ -78,7 +75,7 @@ class RunEvaluations:
     channel: says which versions cannot be read.
     buffer: says in a stall what is awaited.
     trainer: computes the logprobs of answers.
-    recorder: leaves the time of pauses out.
+    recorder: writes their lines, and leaves the time of pauses out.
   """
 
   setup: setup_lib.Setup
@@ -86,13 +83,10 @@ class RunEvaluations:
   questions: dict[str, list[questions_lib.Question]]
   thread: rollout_thread.RolloutThread
   rollout: rollout_side.RolloutSide
-  rewards: service_lib.RewardService
   channel: weight_transfer.WeightChannel
   buffer: buffer_lib.Buffer
   trainer: trainer_lib.Trainer
   recorder: recorder_lib.Recorder
-  writer: metrics_lib.MetricsWriter
-  sampler: sampler_lib.Sampler
   _now: _Now | None = None
 
   def is_due(self, step: int) -> bool:
@@ -172,7 +166,7 @@ class RunEvaluations:
       ]
     now = self._now = _Now(
       step=step,
-      begun_s=self.writer.totals()["run/wall_s"],
+      begun_s=self.recorder.writer.totals()["run/wall_s"],
       num_wanted=len(questions),
       written=self.rollout.coordinator.questions.ask(
         questions, step, is_alone=is_alone
@@ -193,7 +187,7 @@ class RunEvaluations:
     with contextlib.suppress(supervisor_lib.Interrupted):
       for answer in answers_lib.scored(
         _written(now),
-        rewards=self.rewards,
+        rewards=self.recorder.rewards,
         num_slots=self.setup.config.rollout.num_slots,
         check=check,
       ):
@@ -270,11 +264,13 @@ class RunEvaluations:
       now.answers, self.setup.config.task.solved_score
     )
     versions = questions_lib.versions_of(a.trajectory for a in now.answers)
-    self.sampler.write_evaluation(now.step, found[evaluated_sets.HELD_OUT])
+    self.recorder.sampler.write_evaluation(
+      now.step, found[evaluated_sets.HELD_OUT]
+    )
     self.session.progress.note(
       f"step {now.step}: {evaluated_sets.describe(found)}"
     )
-    self.writer.write_evaluation(
+    self.recorder.writer.write_evaluation(
       now.step,
       {
         "eval/begun_s": now.begun_s,

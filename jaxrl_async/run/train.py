@@ -11,7 +11,7 @@ threads are joined within a deadline, and the failure is raised with the name of
 the thread that failed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import pathlib
 import time
@@ -37,13 +37,14 @@ from jaxrl_async.models import transformer
 from jaxrl_async.processes import compile_clock
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.processes import world as world_lib
+from jaxrl_async.replay import timing_record
 from jaxrl_async.replay import timing_start
 from jaxrl_async.reporting import metrics as metrics_lib
-from jaxrl_async.reporting import profile as profile_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.reporting import samples as samples_lib
 from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.run import first_stage
@@ -52,14 +53,11 @@ from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import resume
 from jaxrl_async.run import rollout_start
 from jaxrl_async.run import rollout_thread
-from jaxrl_async.run import run_evaluations
 from jaxrl_async.run import sampler as sampler_lib
 from jaxrl_async.run import session as session_lib
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.storage import workdir as workdir_lib
-from jaxrl_async.training import batch_loader
 from jaxrl_async.training import objectives
-from jaxrl_async.weights import version_publisher
 
 
 def run(
@@ -159,38 +157,26 @@ def _build(
   session: session_lib.Session,
   given: given_lib.Given,
 ) -> loop_lib.Loop:
-  """Build the parts of a run, and make its first stage.
+  """Build the parts of a run, stage by stage, and make its first stage.
 
   Whatever has to be closed is registered as soon as it exists. The threads of
   the loop do not run yet.
-
-  Args:
-    setup: a setup that `checks.checked` returned.
-    session: of this start.
-    given: parts that the caller provides.
   """
   started_s = time.perf_counter()
-  config, workdir = setup.config, session.workdir
-  note, join_s = session.progress.note, config.run.join_timeout_s
-  shutdown = session.shutdown
-  found = resume.find(config, workdir, note)
-  is_new, step, stored = found.step is None, found.step or 0, found.host_state
+  config, note, shutdown = setup.config, session.progress.note, session.shutdown
+  found = resume.find(config, session.workdir, note)
+  stored = found.host_state
 
-  # The bound on staleness.
-  staleness, bound = None, config.algorithm.max_staleness
-  if config.staleness_control.maximum:
-    staleness = staleness_control.StalenessControl(
-      config.staleness_control,
-      stored.get("staleness_control"),
-      note,
-      oldest=0 if is_new else stored["max_staleness"],
-    )
-    bound = staleness.bound
-  buffer = buffer_lib.Buffer(config.algorithm.groups_per_step, bound)
+  # The buffer keeps the bound on staleness.
+  staleness = _staleness_control(config, found, note)
+  buffer = buffer_lib.Buffer(
+    config.algorithm.groups_per_step,
+    config.algorithm.max_staleness if staleness is None else staleness.bound,
+  )
   shutdown.guards(buffer)
 
-  # What the run writes down.
-  totals = {} if is_new else dict(stored["metrics"]["totals"])
+  # What is measured.
+  totals = {} if found.is_new else dict(stored["metrics"]["totals"])
   totals["run/max_staleness"] = stored["max_staleness"]
   origin_s = started_s - totals.get("run/wall_s", 0.0)
   busy = {
@@ -200,47 +186,36 @@ def _build(
   if config.run.sample_groups and not samples_lib.can_be_written():
     note(samples_lib.NOT_WRITTEN)
   writer = metrics_lib.MetricsWriter(
-    workdir, side_outputs, assembly.make_wandb_log(config, workdir), note
+    session.workdir,
+    side_outputs,
+    assembly.make_wandb_log(config, session.workdir),
+    note,
   )
   shutdown.closes(writer.close)
 
-  # Prompts and rewards.
-  source = assembly.prompt_source(setup)
-  stream = prompts.PromptStream(source, source_lib.Split.TRAIN)
-  shutdown.closes(stream.close)
-  if isinstance(setup.source, source_lib.Counted):
-    for line in setup.source.describe():
-      note(line)
+  # Prompts come from a source, and rewards from other processes.
+  source, stream = _prompts(setup, session)
   scorers = assembly.make_scorers(config.task, setup.tokenizer, given.scorer)
   rewards = service_lib.RewardService(scorers, config.task.reward_workers)
-  shutdown.closes(rewards.close, join_s)
+  shutdown.closes(rewards.close, config.run.join_timeout_s)
 
-  # The two slices.
+  # One slice trains, and the other one generates.
   trainer = assembly.make_trainer(
     setup, busy["train"], loss=given.loss, world=session.world
   )
   engine = None
   if not config_checks.has_remote_replicas(config):
     engine = assembly.make_engine(setup)
-  front = given.serving and front_lib.of_a_run(
-    given.serving,
-    config,
-    setup.model,
-    setup.tokenizer,
-    lambda: shutdown.supervisor.has_spawned(rollout_thread.NAME),
+  requests = _client_requests(setup, session, given)
+  remote = rollout_start.connect(
+    setup, session, trainer=trainer, is_new=found.is_new
   )
-  if front is not None:
-    shutdown.stops(front.close, join_s, note)
-    front.start(note)
-    note(f"serving the policy at {front.address}")
-  remote = rollout_start.connect(setup, session, trainer=trainer, is_new=is_new)
   questions = first_stage.questions(
     setup, session, source=source, stream=stream
   )
 
-  # The first stage.
-  running, base_record = [], stored.get(frozen_base.KEY)
-  if is_new:
+  # The first weights: of a warm start, or of a checkpoint.
+  if found.is_new:
     start_s = busy["train"].now()
     base_record = first_stage.warm_start(
       dataclasses.replace(setup, attention=trainer.forward.attention),
@@ -248,35 +223,20 @@ def _build(
       trainer,
       given.initial_params,
     )
-    with side_outputs.attempt("tokenizer/"):
-      setup.tokenizer.save(workdir / "tokenizer")
     totals["run/warm_start_s"] = busy["train"].now() - start_s
+    with side_outputs.attempt("tokenizer/"):
+      setup.tokenizer.save(session.workdir / "tokenizer")
+    running = []
   else:
+    base_record = stored.get(frozen_base.KEY)
     running = first_stage.restore(setup, session, trainer, buffer, found)
     stream.restore(stored["stream"])
     writer.restore(stored["metrics"])
   stream.prefetch()
   rewards.warm_up()
 
-  # Generation, and the books of what is generated.
-  sampler = sampler_lib.Sampler(
-    workdir,
-    num_groups=config.run.sample_groups,
-    tokenizer=setup.tokenizer,
-    answer_prefix=config.task.answer_prefix,
-    side_outputs=side_outputs,
-    first_step=step,
-  )
-  shutdown.closes(sampler.close)
-  ledger = ledger_lib.Ledger(
-    workdir / workdir_lib.LEDGER,
-    ledger_lib.LedgerState(**stored.get("ledger", {})),
-    on_untrained=sampler.add_untrained,
-    note=note,
-  )
-  shutdown.closes(ledger.close)
-  timing = timing_start.open_record(setup, workdir, given, stored, step, note)
-  shutdown.closes(timing.close)
+  # Generation under the bound, with books of every token.
+  sampler, ledger, timing = _books(setup, session, given, found, side_outputs)
   coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(config, has_own_loss=given.loss is not None),
     stream=stream,
@@ -298,15 +258,13 @@ def _build(
     engine=engine,
     remote=remote,
     busy=busy["rollout"],
-    requests=None if front is None else front.queue,
+    requests=requests,
   )
-  session.stop.before_ending_now(channel.remove)
-  session.stop.before_ending_now(session.progress.show_cursor)
 
-  # The loop.
+  # The loop, and what it writes down.
   recorder = recorder_lib.Recorder(
     totals,
-    workdir=workdir,
+    workdir=session.workdir,
     writer=writer,
     ledger=ledger,
     rollout=rollout,
@@ -322,53 +280,97 @@ def _build(
     staleness=staleness,
     scheduled=schedules.make(config),
   )
-  shutdown.closes(recorder.close, join_s)
-  publisher = version_publisher.VersionPublisher(
-    trainer.published, channel, buffer
-  )
-  thread = rollout_thread.RolloutThread(
-    rollout,
-    session,
-    config.run,
-    stall_timeout_s=rollout_start.stall_timeout_s(config, channel),
-  )
-  evaluations = run_evaluations.RunEvaluations(
-    setup=setup,
-    session=session,
-    questions=questions,
-    thread=thread,
-    rollout=rollout,
-    rewards=rewards,
-    channel=channel,
-    buffer=buffer,
-    trainer=trainer,
-    recorder=recorder,
-    writer=writer,
-    sampler=sampler,
-  )
-  shutdown.stops(evaluations.close)
+  shutdown.closes(recorder.close, config.run.join_timeout_s)
   return loop_lib.Loop(
     setup=setup,
     session=session,
     found=found,
-    step=step,
+    step=found.first_step,
     base_record=base_record,
-    staleness=staleness,
     buffer=buffer,
     trainer=trainer,
     stream=stream,
-    ledger=ledger,
+    questions=questions,
     recorder=recorder,
-    profiler=profile_lib.Profiler(workdir, session.profile_steps, side_outputs),
     rollout=rollout,
     channel=channel,
-    publisher=publisher,
-    rollout_thread=thread,
-    evaluations=evaluations,
-    loader=batch_loader.BatchLoader(
-      buffer,
-      trainer.prepare,
-      first_step=step,
-      end_step=config.train.num_steps,
-    ),
   )
+
+
+def _staleness_control(
+  config: sections.Config, found: resume.Found, note: Callable[[str], None]
+) -> staleness_control.StalenessControl | None:
+  """Return what moves the bound on staleness; None if it is fixed."""
+  if not config.staleness_control.maximum:
+    return None
+  return staleness_control.StalenessControl(
+    config.staleness_control,
+    found.host_state.get("staleness_control"),
+    note,
+    oldest=0 if found.is_new else found.host_state["max_staleness"],
+  )
+
+
+def _prompts(
+  setup: setup_lib.Setup, session: session_lib.Session
+) -> tuple[prompts.PromptSource, prompts.PromptStream]:
+  """Return the source of all prompts, and the stream of those to train on."""
+  source = assembly.prompt_source(setup)
+  stream = prompts.PromptStream(source, source_lib.Split.TRAIN)
+  session.shutdown.closes(stream.close)
+  if isinstance(setup.source, source_lib.Counted):
+    for line in setup.source.describe():
+      session.progress.note(line)
+  return source, stream
+
+
+def _client_requests(
+  setup: setup_lib.Setup, session: session_lib.Session, given: given_lib.Given
+) -> client_requests.ClientRequests | None:
+  """Start the servers of a run, and return the queue of what clients ask."""
+  if given.serving is None:
+    return None
+  note = session.progress.note
+  front = front_lib.of_a_run(
+    given.serving,
+    setup.config,
+    setup.model,
+    setup.tokenizer,
+    lambda: session.shutdown.supervisor.has_spawned(rollout_thread.NAME),
+  )
+  session.shutdown.stops(front.close, setup.config.run.join_timeout_s, note)
+  front.start(note)
+  note(f"serving the policy at {front.address}")
+  return front.queue
+
+
+def _books(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  given: given_lib.Given,
+  found: resume.Found,
+  side_outputs: side_outputs_lib.SideOutputs,
+) -> tuple[sampler_lib.Sampler, ledger_lib.Ledger, timing_record.TimingRecord]:
+  """Open the samples, the ledger and the timing record."""
+  config, workdir = setup.config, session.workdir
+  note, stored = session.progress.note, found.host_state
+  sampler = sampler_lib.Sampler(
+    workdir,
+    num_groups=config.run.sample_groups,
+    tokenizer=setup.tokenizer,
+    answer_prefix=config.task.answer_prefix,
+    side_outputs=side_outputs,
+    first_step=found.first_step,
+  )
+  ledger = ledger_lib.Ledger(
+    workdir / workdir_lib.LEDGER,
+    ledger_lib.LedgerState(**stored.get("ledger", {})),
+    on_untrained=sampler.add_untrained,
+    note=note,
+  )
+  timing = timing_start.open_record(
+    setup, workdir, given, stored, found.first_step, note
+  )
+  for book in (sampler, ledger, timing):
+    session.shutdown.closes(book.close)
+  return sampler, ledger, timing

@@ -5,6 +5,7 @@ engine: its key, the amount and speed of its data, JSON, fields, ranges,
 characters and token ids. Checks that take long run in separate threads.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 import hmac
 import secrets
@@ -83,7 +84,6 @@ class Service:
       characters=queue.cache_tokens * tokenizer.max_token_characters,
       max_body_bytes=self.limits.max_body_bytes,
     )
-    self.reader = bodies.Reader()
     self.created_s = int(time.time())
     metrics.watch(queue)
 
@@ -139,7 +139,7 @@ class Service:
     self._check_ready()
     most_bytes = self.bounds.body_bytes(self.bounds.prompts)
     body = await bodies.receive(request, self.limits, most_bytes)
-    reading = self.reader.run(len(body), self._read_completion, body)
+    reading = asyncio.to_thread(self._read_completion, body)
     wanted, prompts = await bodies.while_connected(request.receive, reading)
     has_logprobs = wanted.logprobs is not None
     return self._answer(
@@ -151,7 +151,7 @@ class Service:
     self._check_ready()
     most_bytes = self.bounds.body_bytes(1)
     body = await bodies.receive(request, self.limits, most_bytes)
-    reading = self.reader.run(len(body), self._read_chat, body)
+    reading = asyncio.to_thread(self._read_chat, body)
     wanted, prompt = await bodies.while_connected(request.receive, reading)
     max_tokens = wanted.max_completion_tokens or wanted.max_tokens
     return self._answer(request, wanted, [prompt], max_tokens, wanted.logprobs)
@@ -186,8 +186,7 @@ class Service:
         503, "the server is not ready yet", headers={"retry-after": "5"}
       )
 
-  # The next three methods may take long, so they run in the threads of
-  # `reader`.
+  # The next three methods may take long, so they run in other threads.
 
   def _read_completion(
     self, body: bytes

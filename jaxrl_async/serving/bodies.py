@@ -7,11 +7,9 @@ client goes away.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from concurrent import futures
+from collections.abc import Coroutine
 import dataclasses
 import json
-import threading
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -24,8 +22,6 @@ _BESIDES_BYTES = 1 << 16  # for everything but prompts and messages
 # The JSON around a message's text, or a token id and its comma.
 _MESSAGE_BYTES = 64
 _CHARACTER_BYTES = 12  # \ud83d\ude00
-_SHORT_BYTES = 1 << 15
-_MOST_LONG = 16  # long bodies that wait to be parsed or are parsed
 
 Result = TypeVar("Result")
 
@@ -217,48 +213,3 @@ def _only_different_names(pairs: list[tuple[str, Any]]) -> None:
         code="duplicate_field",
       )
     seen.add(name)
-
-
-class Reader:
-  """Two threads that parse bodies and tokenize texts.
-
-  Long bodies have a thread of their own, so that short ones do not wait for
-  them. They share it, so that together they take no more than one core.
-
-  Threads: any event loop may use it.
-  """
-
-  def __init__(self):
-    self._short = futures.ThreadPoolExecutor(1, "short bodies")
-    self._long = futures.ThreadPoolExecutor(1, "long bodies")
-    self._places = threading.Semaphore(_MOST_LONG)
-
-  async def run(
-    self, size: int, function: Callable[..., Result], *arguments: Any
-  ) -> Result:
-    """Call a function in one of the threads.
-
-    It is not called if this coroutine is cancelled before its turn.
-
-    Args:
-      size: bytes or characters that the function reads.
-      function: its exceptions are raised to the caller.
-      *arguments: of the function.
-
-    Raises:
-      ApiError: too many long bodies are waiting.
-    """
-    loop = asyncio.get_running_loop()
-    if size <= _SHORT_BYTES:
-      return await loop.run_in_executor(self._short, function, *arguments)
-    if not self._places.acquire(blocking=False):
-      raise errors.ApiError(
-        429,
-        f"too many requests: {_MOST_LONG} long ones are waiting to be read",
-        code="queue_full",
-        headers={"retry-after": "1"},
-      )
-    try:
-      return await loop.run_in_executor(self._long, function, *arguments)
-    finally:
-      self._places.release()

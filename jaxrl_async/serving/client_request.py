@@ -13,16 +13,7 @@ MAX_SEED = 2**31 - 1
 
 
 class QueueFull(RuntimeError):
-  """There is no room for another request.
-
-  Attributes:
-    retry_after_s: after how many seconds there will probably be room.
-  """
-
-  def __init__(self, message: str, retry_after_s: float):
-    """Create the error with its message and `retry_after_s`."""
-    super().__init__(message)
-    self.retry_after_s = retry_after_s
+  """There is no room for a further request now."""
 
 
 class TooLong(ValueError):

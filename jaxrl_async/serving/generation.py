@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import math
 import re
 import time
 
@@ -177,7 +176,7 @@ class Generation:
         429,
         f"too many requests: {error}",
         code="queue_full",
-        headers={"retry-after": str(math.ceil(error.retry_after_s))},
+        headers={"retry-after": "1"},
       ) from error
     except client_request.Draining as error:
       raise _shutting_down() from error

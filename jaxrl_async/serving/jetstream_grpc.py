@@ -129,9 +129,7 @@ class Orchestrator(_api.LLMOrchestrator):
         "content: one of text_content and token_content is required"
       )
     content, is_tokens = self._get_prefill_content(request)
-    prompt = await self.service.reader.run(
-      len(content), self.service.tokens, content, "prompt"
-    )
+    prompt = await asyncio.to_thread(self.service.tokens, content, "prompt")
     metadata = _metadata(context)
     given = {
       name: _number(kind, name, metadata[name])

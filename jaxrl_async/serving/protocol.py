@@ -263,11 +263,6 @@ def _unsupported(name: str, instead: str) -> errors.ApiError:
 def parse(kind: type[_Body], data: bytes, bounds: bodies.Bounds) -> Any:
   """Parse a body as an object of `kind`.
 
-  Args:
-    kind: `Completion` or `Chat`.
-    data: the body, in JSON.
-    bounds: on the number of messages.
-
   Raises:
     ApiError: the body does not fit; the message names the field.
   """

@@ -29,7 +29,6 @@ from jaxrl_async.serving import client_request
 from jaxrl_async.text import stop_strings
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
-_NUM_ENDS = 64  # number of finished choices over which their rate is measured
 _RESERVED = 8  # one place in eight is for clients that have no request yet
 
 
@@ -95,74 +94,18 @@ class QueueStats:
   policy_version: int = -1
 
 
-class _Places:
-  """Counts the requests and choices that wait or run.
-
-  A request takes one place. Its choices beyond the first are counted
-  separately, so that a request for a single completion finds room even if other
-  requests ask for many choices.
-
-  Threads: nothing here is locked; the queue's lock guards it.
-  """
-
-  def __init__(self, max_requests: int, max_further_choices: int):
-    self._max_requests = max_requests
-    self._max_further = max_further_choices
-    self._num_requests: collections.Counter[str] = collections.Counter()
-    self._num_choices = 0
-    self._ends_s: collections.deque[float] = collections.deque(maxlen=_NUM_ENDS)
-
-  def refusal(self, client: str, num_choices: int) -> str | None:
-    """Return why a request cannot be accepted now, or None if it can."""
-    num_requests = self._num_requests.total()
-    most = self._max_requests
-    if self._num_requests[client]:
-      most -= self._max_requests // _RESERVED
-    if num_requests >= most:
-      return f"{num_requests} requests are waiting or running; at most {most}"
-    further = max(0, self._num_choices - num_requests) + num_choices - 1
-    if num_choices > 1 and further > self._max_further:
-      return (
-        f"{self._num_choices} choices are waiting or running, which leaves no"
-        f" room for {num_choices} more (n, or a list of prompts)"
-      )
-    return None
-
-  def take(self, client: str, num_choices: int) -> None:
-    self._num_requests[client] += 1
-    self._num_choices += num_choices
-
-  def end_choice(self) -> None:
-    self._num_choices -= 1
-    self._ends_s.append(time.monotonic())
-
-  def leave(self, client: str, num_unfinished: int) -> None:
-    self._num_choices -= num_unfinished
-    self._num_requests[client] -= 1
-    if not self._num_requests[client]:
-      del self._num_requests[client]
-
-  def retry_after_s(self, num_choices: int) -> float:
-    """Return how long as many choices take to end as a request has."""
-    if len(self._ends_s) < 2:
-      return 1.0
-    s_per_choice = (time.monotonic() - self._ends_s[0]) / len(self._ends_s)
-    return max(1.0, num_choices * s_per_choice)
-
-
 class RequestQueue:
   """Passes requests to the scheduler's thread and their updates to clients.
 
   Invariant: a handle is in `_handles` from `submit` until its last update. A
   cancelled one stays until `feed` has freed its slots. Afterwards it is in no
-  collection. `_places` counts the requests in `_handles`; a draining queue is
-  done when there are none.
+  collection. A draining queue is done when there are none.
 
   Threads: any thread may use `submit`, `cancel`, `drain`, `wake` and the
   properties. `feed`, `deliver` and `close` belong to the scheduler's thread.
   That thread also calls `on_update` and `on_time`, which must not block, raise
-  or call the queue. The lock guards `_handles`, `_places`, `_new`, `_cancelled`
-  and the two flags.
+  or call the queue. The lock guards `_handles`, `_new`, `_cancelled` and the
+  two flags.
   """
 
   def __init__(
@@ -198,7 +141,7 @@ class RequestQueue:
     self._on_time = on_time
     self._changed = threading.Condition()
     self._handles: set[Handle] = set()
-    self._places = _Places(max_waiting, max(max_further_choices, max_choices))
+    self._max_further = max(max_further_choices, max_choices)
     self._new: list[Handle] = []
     self._cancelled: list[Handle] = []
     self._is_draining = False
@@ -231,19 +174,37 @@ class RequestQueue:
       handle = Handle(next(self._numbers), request, on_update)
       if self._is_draining:
         raise client_request.Draining("the server is shutting down")
-      refusal = self._places.refusal(request.client, request.all_choices)
+      refusal = self._refusal(request)
       if refusal is not None:
         self.stats.refused += 1
-        raise client_request.QueueFull(
-          refusal, self._places.retry_after_s(request.all_choices)
-        )
-      self._places.take(request.client, request.all_choices)
+        raise client_request.QueueFull(refusal)
       self._handles.add(handle)
       self._new.append(handle)
       self.stats.requests += 1
       self.stats.prompt_tokens += sum(map(len, request.prompts))
       self._changed.notify_all()
     return handle
+
+  def _refusal(self, request: client_request.Request) -> str | None:
+    """Return why there is no room for a request now; the lock is held.
+
+    A request takes one place. Choices beyond the first are counted separately,
+    so that a request for a single completion finds room even if other requests
+    ask for many choices.
+    """
+    num_requests, most = len(self._handles), self.max_waiting
+    if any(h.request.client == request.client for h in self._handles):
+      most -= self.max_waiting // _RESERVED
+    if num_requests >= most:
+      return f"{num_requests} requests are waiting or running; at most {most}"
+    num_choices = sum(handle.num_unfinished for handle in self._handles)
+    further = max(0, num_choices - num_requests) + request.all_choices - 1
+    if request.all_choices > 1 and further > self._max_further:
+      return (
+        f"{num_choices} choices are waiting or running, which leaves no room"
+        f" for {request.all_choices} more (n, or a list of prompts)"
+      )
+    return None
 
   def cancel(self, handle: Handle) -> None:
     """Cancel a request whose client has left.
@@ -445,8 +406,6 @@ class RequestQueue:
     self._ended_tokens += sequence.length - len(
       handle.request.prompt_of(choice)
     )
-    with self._changed:
-      self._places.end_choice()
 
   def _send(
     self, handle: Handle, choice: int, sequence: sequence_lib.Sequence
@@ -490,9 +449,7 @@ class RequestQueue:
       del self._running[handle]
       self._ended_tokens += handle.num_written()
     with self._changed:
-      if handle in self._handles:
-        self._handles.remove(handle)
-        self._places.leave(handle.request.client, handle.num_unfinished)
+      self._handles.discard(handle)
 
   def num_written(self) -> int:
     """Return the tokens generated for requests, delivered or not."""
