@@ -417,7 +417,7 @@ class Run:
         "stream": {"next_index": self._stream.next_index},
         "ledger": dataclasses.asdict(books.ledger.state()),
         "metrics": books.recorder.state(),
-        "timing": books.recorder.timing_bytes(),
+        "timing": books.recorder.timing.num_bytes(),
         "config": config_json.to_stored(self._config),
       }
       finish = checkpoint.begin(
