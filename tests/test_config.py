@@ -117,7 +117,7 @@ def changed_config():
 
 
 def test_a_config_survives_json():
-  text = json.dumps(config_json.to_dict(changed_config()), allow_nan=False)
+  text = json.dumps(fields_lib.plain(changed_config()), allow_nan=False)
   read = config_json.from_dict(json.loads(text))
   assert read == changed_config()
   assert read != sections.Config()
@@ -131,7 +131,7 @@ def test_fields_that_a_stored_config_lacks_take_their_defaults():
 
 
 def test_a_stored_config_with_other_fields_is_refused():
-  values = config_json.to_dict(sections.Config())
+  values = fields_lib.plain(sections.Config())
   values["train"]["vocab_chunks"] = 1
   with pytest.raises(sections.ConfigError, match="^train.vocab_chunks: unk"):
     config_json.from_dict(values)

@@ -25,7 +25,7 @@ FOLDERS = {
   "reporting": ("config", "storage"),
   "text": ("config", "storage"),
   "models": ("config", "storage", "models/attention"),
-  "rewards": ("config", "types", "storage", "text"),
+  "rewards": ("config", "types", "text"),
   "weights": ("config", "devices", "storage", "buffer", "processes"),
   "data": ("config", "types", "data/tables", "storage", "text", "rewards"),
   "planning": ("config", "devices", "models"),

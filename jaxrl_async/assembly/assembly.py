@@ -11,6 +11,7 @@ import jax
 from jaxrl_async.assembly import algorithm as algorithm_lib
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.data import worked_examples as worked_examples_lib
@@ -29,7 +30,6 @@ from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import questions as questions_lib
-from jaxrl_async.storage import config_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import example_rows
 from jaxrl_async.training import objectives
@@ -200,7 +200,7 @@ def make_wandb_log(
   if not config.run.wandb_project:
     return None
   return wandb_log_lib.WandbLog(
-    workdir, config.run.wandb_project, config_json.to_dict(config)
+    workdir, config.run.wandb_project, fields_lib.plain(config)
   )
 
 

@@ -9,8 +9,8 @@ import pathlib
 from typing import Any
 
 from jaxrl_async.cluster import hosts
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
-from jaxrl_async.storage import config_json
 
 
 def check_size(config: sections.Config, size: int) -> None:
@@ -51,7 +51,7 @@ def facts(config: sections.Config, workdir: pathlib.Path) -> dict[str, Any]:
   return {
     **hosts.versions(),
     "workdir": str(workdir),
-    **dict(_fields(config_json.to_dict(config))),
+    **dict(_fields(fields_lib.plain(config))),
   }
 
 

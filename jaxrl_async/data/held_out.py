@@ -14,10 +14,10 @@ import time
 from typing import Any
 
 from jaxrl_async import types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
 from jaxrl_async.data import source as source_lib
-from jaxrl_async.storage import config_json
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import item_json
 
@@ -118,9 +118,7 @@ def load_or_make(
     "max_prompt_tokens": source.max_prompt_tokens,
     "num_items": num_items,
     **({"chat": task.chat, "system": task.system} if task.chat else {}),
-    **(
-      {"sources": config_json.to_dict(task)["sources"]} if task.sources else {}
-    ),
+    **({"sources": fields_lib.plain(task)["sources"]} if task.sources else {}),
     **source.items.versions,
   }
   try:

@@ -5,11 +5,11 @@ import contextlib
 from typing import Any
 
 from jaxrl_async import types
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.rewards import named
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.rewards import term as term_lib
-from jaxrl_async.storage import config_json
 
 _PATH = "task.rewards"
 _NUM_TRIED = 8  # a second or two
@@ -23,7 +23,7 @@ def of_task(task: sections.TaskSection) -> list[term_lib.Term]:
   Raises:
     ConfigError: one of them does not exist, or takes other params.
   """
-  entries = config_json.to_dict(task)["rewards"]
+  entries = fields_lib.plain(task)["rewards"]
   if not entries:
     return [of_scorer(task, _scorer("task.reward", task.reward, {}))]
   return [

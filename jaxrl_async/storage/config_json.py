@@ -25,11 +25,8 @@ class TornError(sections.ConfigError):
   """config.json is not JSON, as a loss of power may leave it."""
 
 
-to_dict = fields_lib.plain  # of a config or a section of it
-
-
 def from_dict(values: dict[str, Any]) -> sections.Config:
-  """Return the config that `to_dict` wrote, also after a trip through JSON.
+  """Return the config that `fields.plain` wrote, before or after JSON.
 
   Missing fields did not exist when the config was written, and take their
   defaults.
@@ -108,7 +105,7 @@ def read(workdir: pathlib.Path) -> sections.Config | None:
 
 def to_stored(wanted: sections.Config) -> dict[str, Any]:
   """Return the config as it is stored, with the number of its format."""
-  return {_FORMAT: FORMAT, **to_dict(wanted)}
+  return {_FORMAT: FORMAT, **fields_lib.plain(wanted)}
 
 
 def from_stored(values: Any) -> sections.Config:
