@@ -29,6 +29,7 @@ def score(item, text):
   return code.score(item, said).score
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("style", "item", "right", "wrong"), [*odd_code_rows.rows()]
 )

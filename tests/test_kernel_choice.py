@@ -91,6 +91,7 @@ def noisy(index, size):
   return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS)
 def test_a_kernel_that_is_wrong_by_one_percent_is_refused(heads):
   wrongs = {

@@ -139,7 +139,11 @@ def rewrite(groups, episode, sizes):
   return found
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+  "name",
+  ["slots", "exact pages"]
+  + [pytest.param(x, marks=pytest.mark.slow) for x in ("chunks", "pages")],
+)
 def test_what_was_recorded_is_written_again_to_the_bit(name, tmp_path):
   sizes = SIZES[name]
   recorded = Recorded(tmp_path, two_turns, sizes)

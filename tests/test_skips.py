@@ -75,14 +75,18 @@ def session(folder, expected, workers=0):
   return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+  "workers", [0, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_exactly_the_named_tests_may_skip(workers, tmp_path):
   status, output = session(tmp_path, EXPECTED, workers)
   assert status == 0, output
   assert "not expected" not in output
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+  "workers", [0, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_every_difference_is_listed_and_fails_the_session(workers, tmp_path):
   expected = """
 test_some.py::test_skips_inside[a # b]  # a device
