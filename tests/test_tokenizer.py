@@ -42,6 +42,12 @@ def test_a_character_outside_the_alphabet_is_named(character):
     tokenizer.encode(f"ab{character}c")
 
 
+def test_half_of_a_surrogate_pair_is_no_text():
+  tokenizer, _ = chat_templates.load(chat_templates.QWEN)
+  with pytest.raises(ValueError, match="not valid Unicode"):
+    tokenizer.encode("a\ud800")
+
+
 def test_no_text_spells_a_special_token():
   tokenizer = tokenizer_lib.character_level()
   for token in (tokenizer_lib.PAD_TOKEN, tokenizer_lib.EOS_TOKEN):

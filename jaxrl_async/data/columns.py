@@ -117,10 +117,10 @@ class Columns:
         f" {question!r:.40}, not a text"
       )
     try:
-      question.encode()
+      json.dumps([entries, columns], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
       raise table_lib.RowError(
-        f"{where}: the question is not valid Unicode ({error.reason})"
+        f"{where}: a text is not valid Unicode ({error.reason})"
       ) from error
     used = set(named.values())
     metadata = {k: v for k, v in columns.items() if k not in used}

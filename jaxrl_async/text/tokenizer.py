@@ -131,7 +131,8 @@ class Tokenizer:
     `encode_prompt`.
 
     Raises:
-      ValueError: a character is not in the alphabet; none is dropped silently.
+      ValueError: a character is not in the alphabet, or is none of Unicode;
+        none is dropped silently.
     """
     return self._encode(text, add_special_tokens=False)
 
@@ -153,6 +154,12 @@ class Tokenizer:
         f"character {foreign!r} (U+{ord(foreign):04X}) is not in the "
         f"tokenizer's alphabet of {len(self._alphabet)} characters"
       )
+    try:
+      text.encode()  # or the library raises a TypeError
+    except UnicodeEncodeError as error:
+      raise ValueError(
+        f"a text is not valid Unicode ({error.reason})"
+      ) from error
     with _library_errors("the tokenizer says"):
       # A batch of one is used because the library's `encode` holds Python's
       # global lock while it runs.
