@@ -283,6 +283,29 @@ FILES = {
     9,
     "x é  y",
   ),
+  "listed, and yet no special token": (
+    {
+      "added_tokens_decoder": {
+        "257": an_added_token("<|a|>", special=False),
+        "258": an_added_token("<|b|>"),
+      },
+      "additional_special_tokens": ["<|a|>", "<|b|>"],
+    },
+    9,
+    "x <|a|>é  y",
+  ),
+  "named, and therefore special": (
+    {
+      "added_tokens_decoder": {
+        "257": an_added_token("<|a|>", special=False),
+        "258": an_added_token("<|b|>", special=False),
+      },
+      "extra_special_tokens": {"image_token": "<|a|>"},
+      "bos_token": "<|b|>",
+    },
+    9,
+    "x é  y",
+  ),
   "special in the map": (
     {"special_map": {"additional_special_tokens": ["<|b|>"]}},
     13,
