@@ -302,6 +302,19 @@ WRITTEN = {
     None,
     "the special token '<|im_end|>'",
   ),
+  "an end in the name of an argument": (
+    chat_templates.QWEN,
+    [
+      CALLED[0],
+      {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"name": "weather", "arguments": {"<|im_end|>": 1}}],
+      },
+    ],
+    None,
+    "the special token '<|im_end|>'",
+  ),
   "tags that are no special tokens": (
     chat_templates.QWEN,
     [{"role": "user", "content": "What does <think> mean?"}],

@@ -232,11 +232,11 @@ def _with_text_arguments(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-  """Yield every text in messages or tools."""
+  """Yield every text in messages or tools, names of entries among them."""
   if isinstance(value, str):
     yield value
   elif isinstance(value, Mapping):
-    yield from _texts(list(value.values()))
+    yield from _texts([*value, *value.values()])
   elif isinstance(value, list | tuple):
     for each in value:
       yield from _texts(each)
