@@ -72,6 +72,26 @@ OPENED = """{%- for message in messages %}
 {%- if message.role == 'assistant' %}{{- '<|im_end|>' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|><think>\\n' }}{%- endif %}"""
+# GLM 4.5: the same with calls, after which the tool's turn begins.
+CALLING = ROLES.replace(
+  " + message.content }}",
+  """ + (message.content or '') }}
+{%- for call in message.tool_calls %}
+{{- call.function.name + '(' + (call.function.arguments | tojson) + ')' }}
+{%- endfor %}""",
+)
+# DeepSeek V3: the arguments of a call have to be a text.
+IN_JSON = CALLING.replace(" | tojson", "")
+# gpt-oss: another name for the thoughts, and a content that may be missing.
+NAMED = """{%- for message in messages %}
+{{- '<|' + message.role + '|>' }}
+{%- if message.thinking is defined %}{{- message.thinking + '|' }}{%- endif %}
+{%- if message.content is defined %}{{- message.content }}{%- endif %}
+{%- for call in message.tool_calls %}
+{{- call.function.name + (call.function.arguments | tojson) }}
+{%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
 
 TOOLS = [
   {
@@ -110,7 +130,7 @@ def save(directory: pathlib.Path, template: str, **settings) -> None:
   made.add_special_tokens(["<|endoftext|>"])
   directory.mkdir(parents=True, exist_ok=True)
   made.save(str(directory / "tokenizer.json"))
-  special = {"<|im_start|>", END, "<|user|>", "<|assistant|>"}
+  special = {"<|im_start|>", END, "<|user|>", "<|assistant|>", "<|tool|>"}
   added = {
     str(257 + i): {"content": token, "special": token in special}
     for i, token in enumerate([*sorted(special), "<think>", "</think>"])

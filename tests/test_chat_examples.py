@@ -205,6 +205,11 @@ TURNS = {
     asked("5"),
     "5\n<|user|>",
   ),
+  "an end where the answer of a tool begins": (
+    chat_templates.CALLING,
+    asked("", tool_calls=[chat_templates.CALL]),
+    'weather({"city": "Zürich"})<|tool|>',
+  ),
   "no end": (
     test_chat_prompts.TEMPLATE.replace("|", ""),
     asked("5"),
@@ -217,12 +222,12 @@ def tokenizer_of(template):
   """The tokenizer, for which the end of a turn may be the user's beginning."""
   tokenizer, made = chat_templates.load(template)
   backend = tokenizer._tokenizer
-  user = backend.token_to_id("<|user|>")
+  ends = [backend.token_to_id(name) for name in ("<|user|>", "<|tool|>")]
   return made, tokenizer_lib.Tokenizer(
     backend,
     eos_token=IM_END,
     pad_token="<|endoftext|>",
-    end_tokens=[user],
+    end_tokens=ends,
   )
 
 

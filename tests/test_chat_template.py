@@ -251,6 +251,24 @@ WRITTEN = {
     None,
     None,
   ),
+  "thoughts of another name": (
+    chat_templates.NAMED,
+    [CALLED[0], THOUGHT],
+    None,
+    None,
+  ),
+  "thoughts of two names": (
+    chat_templates.THINKING,
+    [CALLED[0], {**THOUGHT, "reasoning": THOUGHT["reasoning_content"]}],
+    None,
+    None,
+  ),
+  "a call with a null as its content": (
+    chat_templates.NAMED,
+    [CALLED[0], {**CALLED[1], "content": None}, CALLED[2]],
+    None,
+    None,
+  ),
   "thoughts in the content": (
     chat_templates.OPENED,
     [CALLED[0], {"role": "assistant", "content": "<think>I</think>x"}],
@@ -284,6 +302,19 @@ WRITTEN = {
     None,
     "the special token '<|im_end|>'",
   ),
+  "an end in the name of an argument": (
+    chat_templates.QWEN,
+    [
+      CALLED[0],
+      {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"name": "weather", "arguments": {"<|im_end|>": 1}}],
+      },
+    ],
+    None,
+    "the special token '<|im_end|>'",
+  ),
   "tags that are no special tokens": (
     chat_templates.QWEN,
     [{"role": "user", "content": "What does <think> mean?"}],
@@ -311,6 +342,15 @@ def test_what_a_template_does_not_write_is_refused(name):
     with pytest.raises(chat_template_lib.ChatTemplateError) as refused:
       template.check(messages, tools, tokenizer=tokenizer)
     assert said in str(refused.value)
+
+
+def test_arguments_are_a_text_where_the_template_wants_one():
+  tokenizer, template = chat_templates.load(chat_templates.IN_JSON)
+  template.check(CALLED, tokenizer=tokenizer)
+  assert 'weather({"city": "Zürich"})' in template.render(CALLED)
+  # What is wrong with both of them is what is wrong with what was given.
+  with pytest.raises(chat_template_lib.ChatTemplateError, match='"dict"'):
+    template.render([*CALLED, {"role": "user", "content": 3}])
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """The scorers of reasoning-gym: odd answers score nothing and end nothing."""
 
+import ast
 import importlib
+import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -84,6 +87,29 @@ def test_what_the_library_takes_for_right_is_wrong():
   (item,) = items("intermediate_integration", 1)
   integral = f"Integral({item['metadata']['integrand']}, x) + C"
   assert reasoning.score_answer(item, integral) < 1.0
+
+
+# Datasets whose scorers take these for right, made of the right answer.
+BESIDE_IT = {
+  "gsm_symbolic": lambda right: [f"-{right}", f"{right} or 7"],
+  "letter_jumble": lambda right: [f"{right} or not", f"{right} {right}"],
+  "number_sorting": lambda right: [re.sub(r"(\d+)\.(\d)", r"\1.\g<2>5", right)],
+  "spell_backward": lambda right: [f"{right}x", f"{right} or not"],
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_IT)
+def test_what_is_beside_the_right_answer_is_wrong(name):
+  for item in items(name, 12):
+    right = item["answer"]
+    assert reasoning.score_answer(item, right) == 1.0
+    for answer in BESIDE_IT[name](right):
+      if answer != right:
+        assert reasoning.score_answer(item, answer) < 0.9, (right, answer)
+  if name == "number_sorting":
+    numbers = ast.literal_eval(right)
+    for written in (json.dumps(numbers), f"[{', '.join(numbers)}]"):
+      assert reasoning.score_answer(item, written) == 1.0
 
 
 def test_an_answer_is_evaluated_as_no_program(tmp_path):

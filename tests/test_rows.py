@@ -188,6 +188,7 @@ def test_a_column_may_be_named_in_a_column(tmp_path):
     ),
     ({"question": "a", "answer": None}, "the column 'answer' is empty"),
     ('{"question": "\\ud800", "answer": "1"}', "is not valid Unicode"),
+    ('{"question": "1", "answer": "\\udfff"}', "is not valid Unicode"),
     ("[" * 100_000, "a.jsonl:3: not JSON: "),
     ({"question": 1, "answer": "1"}, "is 1, not a text"),
   ],

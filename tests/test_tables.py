@@ -7,6 +7,7 @@ import pathlib
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from jaxrl_async.config import sections
@@ -293,7 +294,7 @@ def test_values_of_columns_become_those_of_json(tmp_path):
   table = opened(f"parquet:{tmp_path}/a")
   assert table[0] == {
     "day": "2024-02-03",
-    "cost": "1.50",
+    "cost": "1.5",
     "nested": [{"a": [1.5, None]}],
   }
   parquet.write_table(
@@ -301,6 +302,62 @@ def test_values_of_columns_become_those_of_json(tmp_path):
   )
   with pytest.raises(table_lib.RowError, match="b: row 0: .* type bytes"):
     opened(f"parquet:{tmp_path}/b")[0]
+
+
+def number_columns():
+  """Columns of numbers, with the text of an answer and its path."""
+  import decimal
+
+  import pyarrow as pa
+
+  def decimals(text, scale):
+    return pa.array([decimal.Decimal(text)] * 20, pa.decimal128(30, scale))
+
+  short = pa.float32()
+  return [
+    (pa.array([0.1] * 20, short), "0.1", "answer"),
+    (pa.array([1e-05] * 20, short), "0.00001", "answer"),
+    (pa.array(np.full(20, 3.14, np.float16)), "3.14", "answer"),
+    (pa.array([0.1] * 20, short).dictionary_encode(), "0.1", "answer"),
+    (
+      pa.array([{"b": [0.7]}] * 20, pa.struct({"b": pa.list_(short)})),
+      None,
+      "",
+    ),
+    (pa.array([{"b": 0.7}] * 20, pa.struct({"b": short})), "0.7", "answer.b"),
+    (decimals("42.00", 2), "42", "answer"),
+    (decimals("0", 10), "0", "answer"),
+    (decimals("1e-9", 9), "0.000000001", "answer"),
+    (pa.array([2**64 - 1] * 20, pa.uint64()), "18446744073709551615", "answer"),
+  ]
+
+
+@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_an_answer_of_a_typed_column_is_its_shortest_text(
+  tmp_path, kind, number
+):
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  answers, text, path = number_columns()[number]
+  columns = pyarrow.table(
+    {"question": [f"{i}" for i in range(20)], "answer": answers}
+  )
+  place = tmp_path / "a"
+  if kind == "parquet":
+    parquet.write_table(columns, place)
+  else:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    datasets.Dataset(columns).save_to_disk(place)
+  uri = f"{kind}:{place}"
+  if text is None:
+    assert opened(uri)[0]["answer"] == {"b": [0.7]}
+    return
+  fields = {"answer": path}
+  rows = rows_lib.Rows(dataset=uri, eval_dataset=uri, fields=fields)
+  assert rows.open("eval", 0, num_workers=1).next()["answer"] == text
 
 
 # Times that Python has no value for, or only with pandas.

@@ -7,12 +7,16 @@ import chat_templates
 import llama_tokenizer
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders
+from tokenizers import pre_tokenizers
 
 from jaxrl_async import types
 from jaxrl_async.engine import sampling
 from jaxrl_async.serving import answers
 from jaxrl_async.serving import client_request
 from jaxrl_async.serving import generation
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 TOKENIZERS = {
   "llama 2": lambda: llama_tokenizer.wrapped(),
@@ -110,6 +114,20 @@ def test_a_character_of_several_tokens_has_the_bytes_of_each():
     [0xAC],
     [0x21],
   ]
+
+
+def test_a_token_that_is_no_run_of_bytes_stands_for_its_text():
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  vocabulary = {token: i for i, token in enumerate([*alphabet, "界", "a b"])}
+  made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+  made.decoder = decoders.ByteLevel()
+  made.add_special_tokens(["<end>"])
+  tokenizer = tokenizer_lib.Tokenizer(
+    made, eos_token="<end>", pad_token="<end>"
+  )
+  found = written(tokenizer, [256, 257], sizes=(1,), reason="length")
+  assert found.token_texts == ["界", "a b"] and found.text == "界a b"
+  assert found.token_bytes == ["界".encode(), b"a b"]
 
 
 def test_tokens_of_a_stop_string_keep_their_texts():

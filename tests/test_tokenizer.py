@@ -42,6 +42,12 @@ def test_a_character_outside_the_alphabet_is_named(character):
     tokenizer.encode(f"ab{character}c")
 
 
+def test_half_of_a_surrogate_pair_is_no_text():
+  tokenizer, _ = chat_templates.load(chat_templates.QWEN)
+  with pytest.raises(ValueError, match="not valid Unicode"):
+    tokenizer.encode("a\ud800")
+
+
 def test_no_text_spells_a_special_token():
   tokenizer = tokenizer_lib.character_level()
   for token in (tokenizer_lib.PAD_TOKEN, tokenizer_lib.EOS_TOKEN):
@@ -274,6 +280,29 @@ FILES = {
   ),
   "special without a name": (
     {"additional_special_tokens": ["<|a|>", "<|b|>"]},
+    9,
+    "x é  y",
+  ),
+  "listed, and yet no special token": (
+    {
+      "added_tokens_decoder": {
+        "257": an_added_token("<|a|>", special=False),
+        "258": an_added_token("<|b|>"),
+      },
+      "additional_special_tokens": ["<|a|>", "<|b|>"],
+    },
+    9,
+    "x <|a|>é  y",
+  ),
+  "named, and therefore special": (
+    {
+      "added_tokens_decoder": {
+        "257": an_added_token("<|a|>", special=False),
+        "258": an_added_token("<|b|>", special=False),
+      },
+      "extra_special_tokens": {"image_token": "<|a|>"},
+      "bos_token": "<|b|>",
+    },
     9,
     "x é  y",
   ),

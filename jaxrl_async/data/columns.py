@@ -117,10 +117,10 @@ class Columns:
         f" {question!r:.40}, not a text"
       )
     try:
-      question.encode()
+      json.dumps([entries, columns], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
       raise table_lib.RowError(
-        f"{where}: the question is not valid Unicode ({error.reason})"
+        f"{where}: a text is not valid Unicode ({error.reason})"
       ) from error
     used = set(named.values())
     metadata = {k: v for k, v in columns.items() if k not in used}
@@ -161,7 +161,7 @@ def chat(value: Any) -> list[dict[str, Any]]:
 
   They keep all of their entries. Those that are null are left out, because the
   columns of a file fill in what a message does not have. Arguments of calls in
-  JSON become objects, as templates want them.
+  JSON become objects, as most templates want them.
 
   Raises:
     ValueError: they are no messages.
@@ -199,9 +199,8 @@ def _are_objects(value: Any) -> bool:
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
-  """Return a message without what is empty or null, apart from its content."""
-  content = {"content": given["content"]} if "content" in given else {}
-  message = content | _without_nulls(given)
+  """Return a message without what is null, or calls of which there are none."""
+  message = _without_nulls(given)
   if not message.get("tool_calls", True):
     del message["tool_calls"]
   for call in message.get("tool_calls", ()):

@@ -274,15 +274,18 @@ def _end_where_next_begins(
 ) -> Int32[np.ndarray, "_"]:
   """Return what ends a turn in which the template writes no end.
 
-  It is the end of sequence, or the token with which the user's turn begins.
+  It is the end of sequence, or the token with which the next turn begins: that
+  of a tool that was called, else the user's.
   """
-  more = [*messages, {"role": "user", "content": _ASKED}]
-  with contextlib.suppress(chat_template_lib.ChatTemplateError):
-    text = template.render(more, tools, is_prompt=False)
-    if text.startswith(written):
-      tokens = tokenizer.encode(text[len(written) :])
-      if length := _length_to_end(tokens, tokenizer):
-        return tokens[:length]
+  roles = ("tool", "user") if messages[-1].get("tool_calls") else ("user",)
+  for role in roles:
+    more = [*messages, {"role": role, "content": _ASKED}]
+    with contextlib.suppress(chat_template_lib.ChatTemplateError):
+      text = template.render(more, tools, is_prompt=False)
+      if text.startswith(written):
+        tokens = tokenizer.encode(text[len(written) :])
+        if length := _length_to_end(tokens, tokenizer):
+          return tokens[:length]
   return np.array([tokenizer.eos_id], np.int32)
 
 

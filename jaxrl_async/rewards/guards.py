@@ -145,6 +145,40 @@ def _has_variables(answer: str, item: Mapping[str, Any]) -> bool:
   return any(name in answer for name in item["metadata"]["variables"])
 
 
+def _is_number(answer: str, item: Mapping[str, Any]) -> bool:
+  """Compare the number, of which the library does not read the sign."""
+  if len(answer) > _MAX_CHARACTERS:
+    return False
+  return match.last_number(answer) == match.last_number(str(item["answer"]))
+
+
+def _has_same_numbers(answer: str, item: Mapping[str, Any]) -> bool:
+  """Compare the list. To the library numbers are equal that differ by 1."""
+  try:
+    found = [float(each) for each in ast.literal_eval(answer.strip())]
+  except (
+    ValueError,
+    SyntaxError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+  ):
+    return False
+  return found == [float(each) for each in ast.literal_eval(item["answer"])]
+
+
+def _does_not_go_on(answer: str, item: Mapping[str, Any]) -> bool:
+  """Check what follows the word, where the library looks no further."""
+  word, said = str(item["answer"]).casefold(), answer.strip().casefold()
+  return said == word or not said.startswith(word)
+
+
+def _has_no_more_words(answer: str, item: Mapping[str, Any]) -> bool:
+  """Check for words beyond those that the library compares."""
+  return len(answer.split()) <= len(str(item["answer"]).split())
+
+
 _GUARDS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
   "binary_matrix": _is_literal,
   "n_queens": _is_literal,
@@ -159,4 +193,8 @@ _GUARDS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
   "coin_flip": _is_probability,
   "prime_factorization": _is_product,
   "propositional_logic": _has_variables,
+  "gsm_symbolic": _is_number,
+  "number_sorting": _has_same_numbers,
+  "spell_backward": _does_not_go_on,
+  "letter_jumble": _has_no_more_words,
 }

@@ -12,6 +12,7 @@ its texts, and looks for the marks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import copy
 import datetime
 import json
@@ -35,9 +36,9 @@ _FOLDER = "additional_chat_templates"
 _PROCESSORS_FILE = "chat_template.json"
 # What a directory may have besides tokenizer_config.json.
 FILES = (_FILE, _FOLDER, _PROCESSORS_FILE)
-# What an assistant thought before it answered. Templates leave the thoughts of
-# earlier turns out on purpose.
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+# What an assistant thought before it answered, the first name first. Templates
+# leave the thoughts of earlier turns out on purpose.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _MAX_KNOWN = 10_000  # forms of chats that are remembered
 
 Messages = Sequence[Mapping[str, Any]]
@@ -104,9 +105,23 @@ class ChatTemplate:
       raise ChatTemplateError(self.refusal)
     if self._template is None:
       return _without_template(messages)
+    given = [_as_given(message) for message in messages]
+    try:
+      return self._rendered(given, tools, is_prompt)
+    except ChatTemplateError:
+      if (written := _with_text_arguments(given)) == given:
+        raise
+      with contextlib.suppress(ChatTemplateError):
+        return self._rendered(written, tools, is_prompt)
+      raise
+
+  def _rendered(
+    self, messages: Messages, tools: Sequence[Any] | None, is_prompt: bool
+  ) -> str:
+    assert self._template is not None
     try:
       return self._template.render(
-        messages=list(messages),
+        messages=messages,
         tools=tools or None,
         documents=None,
         add_generation_prompt=is_prompt,
@@ -189,12 +204,39 @@ class ChatTemplate:
     return tokenizer.encode(self.render(messages, tools))
 
 
+def _as_given(message: Mapping[str, Any]) -> dict[str, Any]:
+  """Return a message as transformers gives it to a template.
+
+  What is null is left out, and the thoughts have the names that templates use.
+  """
+  given = {k: v for k, v in message.items() if v is not None}
+  for name in _THOUGHTS:
+    if name in given:
+      thoughts = given[name]
+      return {"thinking": thoughts, **given, "reasoning_content": thoughts}
+  return given
+
+
+def _with_text_arguments(messages: Messages) -> list[dict[str, Any]]:
+  """Return a chat with the arguments of calls in JSON, as DeepSeek wants."""
+  made = copy.deepcopy([dict(message) for message in messages])
+  for message in made:
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+      function = call.get("function", call) if isinstance(call, dict) else None
+      if isinstance(function, dict) and isinstance(
+        function.get("arguments"), dict
+      ):
+        function["arguments"] = _tojson(function["arguments"])
+  return made
+
+
 def _texts(value: Any) -> Iterator[str]:
-  """Yield every text in messages or tools."""
+  """Yield every text in messages or tools, names of entries among them."""
   if isinstance(value, str):
     yield value
   elif isinstance(value, Mapping):
-    yield from _texts(list(value.values()))
+    yield from _texts([*value, *value.values()])
   elif isinstance(value, list | tuple):
     for each in value:
       yield from _texts(each)
@@ -231,10 +273,17 @@ def _marked(
     where = f"message {number}, which is of the role {given.get('role')!r}"
     message = dict(given)
     is_last = number == len(messages) and message.get("role") == "assistant"
-    for name in ("content", *(_THOUGHTS if is_last else ())):
-      text = message.get(name)
-      if isinstance(text, str) and text.strip():
-        message[name] = mark(f"the {name} of {where}")
+    text = message.get("content")
+    if isinstance(text, str) and text.strip():
+      message["content"] = mark(f"the content of {where}")
+    thoughts = [
+      name
+      for name in _THOUGHTS
+      if isinstance(message.get(name), str) and message[name].strip()
+    ]
+    if is_last and thoughts:  # of which a template writes one
+      what = mark(f"the {thoughts[0]} of {where}")
+      message |= dict.fromkeys(thoughts, what)
     if isinstance(message.get("tool_calls"), list):
       message["tool_calls"] = [
         mark_function(call, f"a call in {where}")

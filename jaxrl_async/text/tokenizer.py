@@ -131,7 +131,8 @@ class Tokenizer:
     `encode_prompt`.
 
     Raises:
-      ValueError: a character is not in the alphabet; none is dropped silently.
+      ValueError: a character is not in the alphabet, or is none of Unicode;
+        none is dropped silently.
     """
     return self._encode(text, add_special_tokens=False)
 
@@ -153,6 +154,12 @@ class Tokenizer:
         f"character {foreign!r} (U+{ord(foreign):04X}) is not in the "
         f"tokenizer's alphabet of {len(self._alphabet)} characters"
       )
+    try:
+      text.encode()  # or the library raises a TypeError
+    except UnicodeEncodeError as error:
+      raise ValueError(
+        f"a text is not valid Unicode ({error.reason})"
+      ) from error
     with _library_errors("the tokenizer says"):
       # A batch of one is used because the library's `encode` holds Python's
       # global lock while it runs.
@@ -189,6 +196,8 @@ class Tokenizer:
     name = self.name_of(token)
     if not self._has_bytes or name in self._added:
       return None
+    if not _BYTE_OF.keys() >= set(name):
+      return name.encode()  # as the decoder reads it
     return bytes(_BYTE_OF[character] for character in name)
 
   def is_shown(self, token: int) -> bool:
@@ -363,11 +372,22 @@ def _add_tokens(
 ) -> None:
   """Add the tokens that the files beside tokenizer.json name.
 
+  As in transformers, one that tokenizer.json does not have like this is special
+  if it has a name. One that is only listed is special unless a file says that
+  it is not.
+
   Raises:
     ValueError: a file is damaged, or gives a token another id.
   """
+  present = set(map(repr, tokenizer.get_added_tokens_decoder().values()))
+  listed = model_files.unnamed_special_tokens(directory)
+  named = model_files.special_tokens(directory).values()
   for token_id, settings in model_files.added_tokens(directory).items():
     token = tokenizers.AddedToken(**settings)
+    if "special" not in settings and token.content in listed:
+      token.special = True
+    if repr(token) not in present and token.content in named:
+      token.special = True
     tokenizer.add_tokens([token])
     if tokenizer.token_to_id(token.content) != token_id:
       raise ValueError(
@@ -375,8 +395,8 @@ def _add_tokens(
         f" of its files, but {tokenizer.token_to_id(token.content)} of"
         f" {model_files.TOKENIZER}"
       )
-  for content in model_files.unnamed_special_tokens(directory):
-    tokenizer.add_special_tokens([content])
+  added = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
+  tokenizer.add_special_tokens([each for each in listed if each not in added])
 
 
 def _token_id(tokenizer: tokenizers.Tokenizer, token: str) -> int:

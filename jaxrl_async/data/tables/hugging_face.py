@@ -13,6 +13,7 @@ import types
 from typing import Any
 
 from jaxrl_async.config import sections
+from jaxrl_async.data.tables import arrow
 from jaxrl_async.data.tables import table as table_lib
 from jaxrl_async.data.tables import uri as uri_lib
 
@@ -24,8 +25,9 @@ _TEST = ("test", "validation")
 def open_split(uri: uri_lib.Uri) -> table_lib.Table:
   """Load the split of a dataset, which may download it, into mapped files."""
   rows = _splits(uri)[_chosen(uri)]
+  columns = rows.with_format("arrow")
   return table_lib.Table(
-    rows,
+    arrow.Rows(len(rows), rows.features.arrow_schema, columns.__getitem__),
     table_lib.plain,
     str(rows._fingerprint),
     lambda row: f"{uri}: row {row}",

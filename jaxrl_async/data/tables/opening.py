@@ -13,6 +13,7 @@ import zlib
 
 import numpy as np
 
+from jaxrl_async.data.tables import arrow
 from jaxrl_async.data.tables import hugging_face
 from jaxrl_async.data.tables import table as table_lib
 from jaxrl_async.data.tables import uri as uri_lib
@@ -139,19 +140,6 @@ def _json_list(path: pathlib.Path) -> table_lib.Table:
   )
 
 
-class _Columns(Sequence[dict]):
-  """The rows of an Arrow table."""
-
-  def __init__(self, table):
-    self._table = table
-
-  def __len__(self) -> int:
-    return self._table.num_rows
-
-  def __getitem__(self, row):
-    return self._table.slice(row, 1).to_pylist()[0]
-
-
 def _parquet(path: pathlib.Path) -> table_lib.Table:
   try:
     from pyarrow import parquet
@@ -160,9 +148,11 @@ def _parquet(path: pathlib.Path) -> table_lib.Table:
       "parquet: needs pyarrow; pip install jaxrl_async[parquet]"
     ) from error
   # All of it, because rows in a random order would decompress a group each.
-  rows = _Columns(parquet.ParquetFile(path).read())
+  columns = parquet.ParquetFile(path).read()
   return table_lib.Table(
-    rows,
+    arrow.Rows(
+      columns.num_rows, columns.schema, lambda row: columns.slice(row, 1)
+    ),
     table_lib.plain,
     _digest_of(path),
     lambda row: f"{path}: row {row}",

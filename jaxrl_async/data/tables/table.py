@@ -110,12 +110,12 @@ def checked_object(value: Any, where: str) -> dict[str, Any]:
   return value
 
 
-def number_text(value: int | float) -> str:
+def number_text(value: int | float | decimal.Decimal) -> str:
   """Return the shortest text of exactly this number, without an exponent.
 
   42.0 becomes "42", and 1e-05 "0.00001".
   """
-  text = format(decimal.Decimal(repr(value)), "f")
+  text = format(decimal.Decimal(str(value)), "f")
   if "." in text:
     text = text.rstrip("0").rstrip(".")
   return "0" if text == "-0" else text
@@ -124,7 +124,8 @@ def number_text(value: int | float) -> str:
 def plain(value: Any, where: str) -> Any:
   """Return a value of a columnar file in the types that JSON has.
 
-  Dates and times become ISO 8601 texts, and decimal numbers texts.
+  Dates and times become ISO 8601 texts, and decimal numbers their shortest
+  texts.
   """
   if value is None or isinstance(value, bool | int | float | str):
     return value
@@ -134,7 +135,9 @@ def plain(value: Any, where: str) -> Any:
     return [plain(x, where) for x in value]
   if isinstance(value, datetime.date | datetime.time):
     return value.isoformat()
-  if isinstance(value, decimal.Decimal | datetime.timedelta):
+  if isinstance(value, decimal.Decimal):
+    return number_text(value)
+  if isinstance(value, datetime.timedelta):
     return str(value)
   if isinstance(value, np.generic | np.ndarray):
     return plain(value.tolist(), where)
