@@ -114,12 +114,22 @@ def _readings(answer: str) -> list[Any]:
   # Units are dropped before; of 2ab the library would drop the letters.
   config = library.LatexExtractionConfig(boxed_match_priority=0)
   keeps = dataclasses.replace(config.normalization_config, units=False)
-  return library.parse(
+  found = library.parse(
     f"\\boxed{{{answer}}}",
     [dataclasses.replace(config, normalization_config=keeps)],
     extraction_mode="first_match",
     parsing_timeout=None,
   )
+  return [_complex(reading) for reading in found]
+
+
+def _complex(reading: Any) -> Any:
+  """Return a reading whose only letter is i with the imaginary unit for it."""
+  import sympy
+
+  if {str(x) for x in getattr(reading, "free_symbols", ())} != {"i"}:
+    return reading
+  return reading.subs({x: sympy.I for x in reading.free_symbols})
 
 
 def are_equal(expected: str, answer: str | None) -> bool:
@@ -153,6 +163,9 @@ def are_equal(expected: str, answer: str | None) -> bool:
     return False
   if "\\infty" in said and "\\infty" not in gold and _is_term(read[0]):
     return False  # the library takes some infinite terms for any set
+  kinds = {_kind(golds[0], gold), _kind(read[0], said)}
+  if kinds in ({"ordered", "set"}, {"ordered", "one"}) or _is_false(read[0]):
+    return False
   is_right = bool(
     _library().verify(
       golds, read, timeout_seconds=None, allow_set_relation_comp=True
@@ -185,6 +198,40 @@ def _is_term(reading: Any) -> bool:
   import sympy
 
   return isinstance(reading, sympy.Expr)
+
+
+def _kind(reading: Any, latex: str) -> str:
+  """Return whether an answer is one value, a pair or interval, or a set.
+
+  What has neither brackets nor braces may be a pair or a set.
+  """
+  import sympy
+
+  if isinstance(reading, sympy.Equality):
+    reading = reading.rhs
+  is_point = isinstance(reading, sympy.FiniteSet) and len(reading) == 1
+  if isinstance(reading, (sympy.Tuple, sympy.Interval)) or (
+    is_point and "[" in latex
+  ):
+    return "ordered"
+  if isinstance(reading, sympy.FiniteSet) and not is_point:
+    return "set" if latex.startswith("{") or "\\{" in latex else "list"
+  return "one" if isinstance(reading, sympy.Expr) else ""
+
+
+def _is_false(reading: Any) -> bool:
+  """Return whether an answer says that two different numbers are equal."""
+  import sympy
+
+  if not isinstance(reading, sympy.Basic):
+    return False
+  sides = [map(_size, one.args) for one in reading.atoms(sympy.Equality)]
+  return any(
+    x is not None
+    and y is not None
+    and abs(x - y) > _TOLERANCE * max(abs(x), abs(y))
+    for x, y in sides
+  )
 
 
 def _size(reading: Any) -> Any:
