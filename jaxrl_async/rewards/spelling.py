@@ -41,7 +41,7 @@ _SYMBOLS = {
   "”": '"',
   "’": "'",
   "∛": "\\sqrt[3] ",
-  **{sign: f"\\mathbb{{{name}}}" for sign, name in zip("ℕℤℚℝℂ", "NZQRC")},
+  **{sign: f"\\mathbb{{{sign}}}" for sign in "ℕℤℚℝℂ"},  # becomes a letter
   "。": ".",
 }
 _TO_LATEX = str.maketrans(_SYMBOLS)
@@ -134,7 +134,8 @@ _CURRENCY = re.compile(r"\\?\$|[€£¥]")
 _SHORT = frozenset(
   "m g s h l j n w v k mm cm dm km in ft yd mi nm mg kg lb lbs oz ml cl dl pt"
   " qt gal ms hr hrs min sec yr yrs hz khz mph kph rpm kw kj kv ma kn pa kpa"
-  " atm mol ev db kb mb gb sq cu st nd rd th usd eur gbp rs cal deg rad".split()
+  " atm mol ev db kb mb gb sq cu st nd rd th usd eur gbp rs cal deg rad"
+  " μm μs μg".split()
 )
 _UNIT = re.compile(
   r"(?<=[\d})])\s*(?:\\ |~)*\s*"
@@ -148,8 +149,8 @@ _NO_UNITS = re.compile(
   r"|cot|sec|csc|log|ln|exp|sqrt|pi|inf|infty|infinity|percent|percentage|pct"
   r"|if|for|when|where|than|more|less|am|pm|i|x|y|z|n|e"
   r"|is|are|was|were|be|has|have|can|may|should|but|because|since|then|only"
-  r"|least|most|never|none|maybe|perhaps|wrong|incorrect|right|correct|true"
-  r"|false)\b|a\.m|p\.m|[十百千万萬億亿兆천만억半以或和不至到]",
+  r"|least|most|never|none|maybe|perhaps|wrong|incorrect|too|unless|without"
+  r"|fails|seems|looks)\b|a\.m|p\.m|[十百千万萬億亿兆천만억半以或和不至到]",
   re.I,
 )
 # A difference of letters is none.
@@ -249,7 +250,7 @@ def _bare(answer: str) -> str:
 def _without_unit(answer: str) -> str:
   """Drop currencies, and the words after a number."""
   answer = _DEGREES.sub("", _CURRENCY.sub("", answer).strip())
-  answer = re.sub(r"(?<=\d)\s+\(([^\W\d_]{3}[\w\s/]*)\)$", r" \1", answer)
+  answer = re.sub(r"(?<=\d)\s+\(([^\W\d_]{2}[\w\s/]*)\)$", r" \1", answer)
   found = _UNIT.search(_TEXT.sub(r" \1", answer))
   if found and _is_unit(found):
     answer = _DEGREES.sub("", found.string[: found.start()])
