@@ -266,6 +266,13 @@ def test_what_would_take_for_ever_is_wrong_at_once(answer):
   assert mathematics.are_equal(answer, answer)
 
 
+def test_a_product_of_letters_is_compared_fast_with_the_imaginary_unit():
+  mathematics.are_equal("1", "2")  # imports the library
+  start_s = time.process_time()
+  assert not mathematics.are_equal("i", "5 " + "ab " * 300 + "!")
+  assert time.process_time() - start_s < 4.0
+
+
 def test_equal_spellings_are_one_answer_for_a_vote():
   spellings = r"\boxed{308.}", "#### **308**", r"\boxed{308\\}", "#### $308$"
   assert {score("1", text).answer for text in spellings} == {"308"}

@@ -114,27 +114,30 @@ def _readings(answer: str) -> list[Any]:
   # Units are dropped before; of 2ab the library would drop the letters.
   config = library.LatexExtractionConfig(boxed_match_priority=0)
   keeps = dataclasses.replace(config.normalization_config, units=False)
-  found = library.parse(
+  return library.parse(
     f"\\boxed{{{answer}}}",
     [dataclasses.replace(config, normalization_config=keeps)],
     extraction_mode="first_match",
     parsing_timeout=None,
   )
-  return [_complex(reading) for reading in found]
 
 
-def _complex(reading: Any) -> Any:
-  """Return a reading whose only letter is i with the imaginary unit for it.
+def _complex(readings: list[Any]) -> list[Any]:
+  """Return readings whose only letter is i with the imaginary unit for it.
 
   Logarithms and the like of it would take long to evaluate; they stay.
   """
   import sympy
 
-  if {str(x) for x in getattr(reading, "free_symbols", ())} != {"i"}:
-    return reading
-  if reading.atoms(sympy.Function) - reading.atoms(sympy.exp):
-    return reading
-  return reading.subs({x: sympy.I for x in reading.free_symbols})
+  terms = [x for x in readings if isinstance(x, sympy.Basic)]
+  letters = {y for x in terms for y in x.free_symbols}
+  functions = {y for x in terms for y in x.atoms(sympy.Function)}
+  if {str(x) for x in letters} != {"i"} or any(
+    not isinstance(x, sympy.exp) for x in functions
+  ):
+    return readings
+  units = dict.fromkeys(letters, sympy.I)
+  return [x.subs(units) if isinstance(x, sympy.Basic) else x for x in readings]
 
 
 def are_equal(expected: str, answer: str | None) -> bool:
@@ -166,6 +169,8 @@ def are_equal(expected: str, answer: str | None) -> bool:
   golds, read = _readings(gold), _readings(said)
   if not golds or not read:
     return False
+  together = _complex(golds + read)
+  golds, read = together[: len(golds)], together[len(golds) :]
   if "\\infty" in said and "\\infty" not in gold and _is_term(read[0]):
     return False  # the library takes some infinite terms for any set
   kinds = {_kind(golds[0], gold), _kind(read[0], said)}
