@@ -136,7 +136,7 @@ def _complex(readings: list[Any]) -> list[Any]:
     not isinstance(x, sympy.exp) for x in functions
   ):
     return readings
-  units = dict.fromkeys(letters, sympy.I)
+  units: Any = dict.fromkeys(letters, sympy.I)
   return [x.subs(units) if isinstance(x, sympy.Basic) else x for x in readings]
 
 
