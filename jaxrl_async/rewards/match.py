@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import math
+import numbers
 import re
 from typing import Any
 
@@ -23,6 +24,12 @@ _MONEY = r"(?:\\?[$€£¥])?"
 _MINUS = re.compile(
   rf"(?:(?:^|[^\w)\]}}%.-])-{_MONEY}|(?:^|[=:(\[{{,;<>≈*\n])\s*-\s*{_MONEY}\s*)$"
 )
+# The only number of a text. Among others, a space parts numbers.
+_SPACED = re.compile(r"\D*\d{1,3}(?:[ \u00a0\u202f]\d{3})+(?:\.\d+)?\D*")
+_UNDERSCORES = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")
+# Before digits with a letter behind them: x5y is a name.
+_NAME = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+$")
+_LETTER = re.compile("[a-zA-Z]")
 _MOST_DIGITS = 300  # of an integer; more are infinite for a float
 _MOST_BEFORE = 20  # characters that are looked at for a sign
 _TOLERANCE = 1e-6  # relative
@@ -38,8 +45,9 @@ def exact(item: Mapping[str, Any], completion: Completion) -> float:
 def numeric(item: Mapping[str, Any], completion: Completion) -> float:
   """Score 1 if the last number of the answer equals that of the item's answer.
 
-  Commas that part thousands are dropped, and 1/2 is a number. Integers are
-  compared exactly, and other numbers within 1e-6 of their size.
+  Commas, underscores and spaces that part thousands are dropped, and 1/2 is a
+  number. Integers are compared exactly, and other numbers within 1e-6 of their
+  size.
 
   Raises:
     ValueError: the item's answer is not one number.
@@ -60,7 +68,8 @@ def gold_number(answer: Any) -> int | float:
     ValueError: there is none, or more than one.
   """
   text = str(answer)
-  number = last_number(text)
+  is_plain = isinstance(answer, (str, numbers.Number))
+  number = last_number(text) if is_plain else None
   if number is None or math.isinf(number) or len(_numbers(text)) > 1:
     raise ValueError(
       f"its answer {text!r:.80} is not one number; use another reward, such as"
@@ -72,6 +81,8 @@ def gold_number(answer: Any) -> int | float:
 def last_number(text: str) -> int | float | None:
   """Return the last number in a text, or None if there is none."""
   text = text.translate(_TO_HYPHEN)
+  if _SPACED.fullmatch(text):
+    text = re.sub(r"(?<=\d)\s(?=\d)", "", text)
   found = _numbers(text)
   if not found:
     return None
@@ -83,7 +94,11 @@ def last_number(text: str) -> int | float | None:
 def _numbers(text: str) -> list[tuple[int, int | float]]:
   """Return where the numbers of a text begin, and their sizes without sign."""
   found: list[tuple[int, int | float]] = []
+  text = _UNDERSCORES.sub(",", text)
   for match in _DIGITS.finditer(text):
+    before = text[max(match.start() - _MOST_BEFORE, 0) : match.start()]
+    if _NAME.search(before) and _LETTER.match(text, match.end()):
+      continue
     if fraction := _FRACTION.fullmatch(match[0]):
       whole, over, under = map(int, fraction.groups("0"))
       size = whole + over / under if under else math.inf

@@ -122,6 +122,24 @@ def _readings(answer: str) -> list[Any]:
   )
 
 
+def _complex(readings: list[Any]) -> list[Any]:
+  """Return readings whose only letter is i with the imaginary unit for it.
+
+  Logarithms and the like of it would take long to evaluate; they stay.
+  """
+  import sympy
+
+  terms = [x for x in readings if isinstance(x, sympy.Basic)]
+  letters = {y for x in terms for y in x.free_symbols}
+  functions = {y for x in terms for y in x.atoms(sympy.Function)}
+  if {str(x) for x in letters} != {"i"} or any(
+    not isinstance(x, sympy.exp) for x in functions
+  ):
+    return readings
+  units: Any = dict.fromkeys(letters, sympy.I)
+  return [x.subs(units) if isinstance(x, sympy.Basic) else x for x in readings]
+
+
 def are_equal(expected: str, answer: str | None) -> bool:
   """Return whether an answer is the expected one, as mathematics or verbatim.
 
@@ -151,8 +169,13 @@ def are_equal(expected: str, answer: str | None) -> bool:
   golds, read = _readings(gold), _readings(said)
   if not golds or not read:
     return False
+  together = _complex(golds + read)
+  golds, read = together[: len(golds)], together[len(golds) :]
   if "\\infty" in said and "\\infty" not in gold and _is_term(read[0]):
     return False  # the library takes some infinite terms for any set
+  kinds = {_kind(golds[0], gold), _kind(read[0], said)}
+  if kinds in ({"ordered", "set"}, {"ordered", "one"}) or _is_false(read[0]):
+    return False
   is_right = bool(
     _library().verify(
       golds, read, timeout_seconds=None, allow_set_relation_comp=True
@@ -185,6 +208,40 @@ def _is_term(reading: Any) -> bool:
   import sympy
 
   return isinstance(reading, sympy.Expr)
+
+
+def _kind(reading: Any, latex: str) -> str:
+  """Return whether an answer is one value, a pair or interval, or a set.
+
+  What has neither brackets nor braces may be a pair or a set.
+  """
+  import sympy
+
+  if isinstance(reading, sympy.Equality):
+    reading = reading.rhs
+  is_point = isinstance(reading, sympy.FiniteSet) and len(reading) == 1
+  if isinstance(reading, (sympy.Tuple, sympy.Interval)) or (
+    is_point and "[" in latex
+  ):
+    return "ordered"
+  if isinstance(reading, sympy.FiniteSet) and not is_point:
+    return "set" if latex.startswith("{") or "\\{" in latex else "list"
+  return "one" if isinstance(reading, sympy.Expr) else ""
+
+
+def _is_false(reading: Any) -> bool:
+  """Return whether an answer says that two different numbers are equal."""
+  import sympy
+
+  if not isinstance(reading, sympy.Basic):
+    return False
+  sides = [map(_size, one.args) for one in reading.atoms(sympy.Equality)]
+  return any(
+    x is not None
+    and y is not None
+    and abs(x - y) > _TOLERANCE * max(abs(x), abs(y))
+    for x, y in sides
+  )
 
 
 def _size(reading: Any) -> Any:

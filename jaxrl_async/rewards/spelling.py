@@ -41,8 +41,12 @@ _SYMBOLS = {
   "”": '"',
   "’": "'",
   "∛": "\\sqrt[3] ",
+  **{sign: f"\\mathbb{{{sign}}}" for sign in "ℕℤℚℝℂ"},  # becomes a letter
+  "。": ".",
 }
 _TO_LATEX = str.maketrans(_SYMBOLS)
+_FUNCTION = "(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp"
+_TIMES = "(?:hour|hr|minute|min|day|week|month|year|foot|feet|ft|pound|lb)s?"
 # What the library does not know, or drops together with a letter.
 _COMMANDS = [
   (re.compile(pattern), better)
@@ -54,6 +58,7 @@ _COMMANDS = [
     (r"\\log\s*_\s*\{?e\}?(?![a-zA-Z])", r"\\ln "),
     (r"\\(?:mathbf|mathit|vec|hat)\s*\{\s*([a-zA-Z])\s*\}", r" \1"),
     (r"\\(?:mathrm|text|operatorname)\s*\{([ie])\}", r" \1"),
+    (rf"\\(?:mathrm|text|operatorname)\s*\{{({_FUNCTION})\}}", r"\\\1 "),
     (r"(?<!\\)\\[,;:! ]\s*(?=\\(?!\\)|[a-zA-Z])", " "),
     # Arguments without braces.
     (
@@ -63,10 +68,14 @@ _COMMANDS = [
     (r"\\[dt]?frac\s*(\\[a-zA-Z]+|\d)\s*(?=\{)", r"\\frac{\1}"),
     (r"\\sqrt(\[\d+\])\s*(\w)", r"\\sqrt\1{\2}"),
     (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
+    (r"\*\*", "^"),
+    (r"\^\s*(-(?:\d+|[a-zA-Z])(?![\w.]))", r"^{\1}"),
+    (r"([\[(][^;,()\[\]]*);(?=[^;,()\[\]]*[\])])", r"\1,"),
+    (rf"(?<=\d)( {_TIMES}),? and (?=\d+(?:\.\d+)? {_TIMES}$)", r"\1 "),
     # Names that are typed as words.
     (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
     (
-      r"(?<![\\a-zA-Z])((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp)"
+      rf"(?<![\\a-zA-Z])({_FUNCTION})"
       r"(?=\s*(?:[({\\\d]|[a-z](?![a-zA-Z])))",
       r"\\\1 ",
     ),
@@ -87,7 +96,7 @@ _LOOSE = re.compile(
 )
 # A space that only looks narrow, a brace around a comma, between the digits.
 _BETWEEN_THOUSANDS = re.compile(
-  r"(?<=\d)(?:,?\\[,!;: ]|~|\{,\}|\{\\,\})(?=\d{3}(?!\d))"
+  r"(?<=\d)(?:,?\\[,!;: ]|[~_]|\{,\}|\{\\,\})(?=\d{3}(?!\d))"
 )
 _SPACED_THOUSANDS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _SCIENTIFIC = re.compile(r"(-?\d*\.?\d+)[eE]([-+]?\d{1,4})")
@@ -102,7 +111,7 @@ _TEXT = re.compile(
 _ENDS = re.compile(r"(?:\\\\|\\[,;:! ]|\\q?quad|~|[.,;:]|\s)+$")
 _BEGINS = re.compile(
   r"^(?:\\text\s*\{)?\s*(?:the )?(?:final )?answer(?: is)?\s*:?\s*\}?\s*"
-  r"|^(?:≈|\\approx)\s*",
+  r"|^(?:≈|\\approx|(?:~|\\sim)(?=\s*[-\d.\\$]))\s*",
   re.IGNORECASE,
 )
 _AROUND = (
@@ -119,26 +128,33 @@ _AROUND = (
 _MIXED = re.compile(r"(-?\d+)\s+(\d+)\s*/\s*(\d+)")
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*[CF]?\s*$")
 _CURRENCY = re.compile(r"\\?\$|[€£¥]")
-# Words after a number. They are its unit, apart from those that are part of it;
-# short ones may be a product of letters, unless they are known.
+# Words after a number. They are its unit, apart from those that are part of it
+# or say something about it; short ones may be a product of letters, unless they
+# are known.
 _SHORT = frozenset(
   "m g s h l j n w v k mm cm dm km in ft yd mi nm mg kg lb lbs oz ml cl dl pt"
   " qt gal ms hr hrs min sec yr yrs hz khz mph kph rpm kw kj kv ma kn pa kpa"
-  " atm mol ev db kb mb gb sq cu st nd rd th usd eur gbp rs cal deg rad".split()
+  " atm mol ev db kb mb gb sq cu st nd rd th usd eur gbp rs cal deg rad"
+  " μm μs μg".split()
 )
 _UNIT = re.compile(
   r"(?<=[\d})])\s*(?:\\ |~)*\s*"
-  r"(?P<unit>(?:(?:[a-zA-Zµ]{2,}+|(?<![\d}a-zA-Z])[a-zA-Z])\.?"
+  r"(?P<unit>(?:(?:[^\W\d_]{2,}+|(?<![\d}a-zA-Z])[a-zA-Z]"
+  r"|[⺀-힯](?![^\W\d_]))\.?"
   r"(?:\^\{?-?[1-9]\}?)?(?:[/\s~-]|\\ |\\cdot )*+)+)$"
 )
 _NO_UNITS = re.compile(
   r"\b(?:and|or|not|hundred|thousand|million|billion|trillion|dozen|half|base"
   r"|mod|modulo|plus|minus|times|over|squared|cubed|factorial|to|sin|cos|tan"
   r"|cot|sec|csc|log|ln|exp|sqrt|pi|inf|infty|infinity|percent|percentage|pct"
-  r"|if|for|when|where|than|more|less|am|pm|i|x|y|z|n|e)\b|a\.m|p\.m",
+  r"|if|for|when|where|than|more|less|am|pm|i|x|y|z|n|e"
+  r"|is|are|was|were|be|has|have|can|may|should|but|because|since|then|only"
+  r"|least|most|never|none|maybe|perhaps|wrong|incorrect|too|unless|without"
+  r"|fails|seems|looks)\b|a\.m|p\.m|[十百千万萬億亿兆천만억半以或和不至到]",
   re.I,
 )
-_LETTERS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
+# A difference of letters is none.
+_LETTERS = re.compile(r"(?!(?:\w\s*-\s*)+\w$)[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
 _CHOICE = re.compile(r"(?:(?:option|choice) )?\(?([a-z])\)?")
 _LABEL = re.compile(r"\(([A-J])\)(?:\s|\\[ ,;:]|~|\\q?quad)+(?=[\w$\\-])(.+)")
 _TIME_OF_DAY = re.compile(r"[\d:.\s]+(?:am|pm|a\.m|p\.m)")
@@ -162,7 +178,7 @@ def latex(answer: str) -> str:
   answer = _PERCENT.sub(r"\\%", answer)
   # 4 i is a product.
   answer = re.sub(r"(?<=\d)\s+(?=i$)", "", answer)
-  return _without_unit(answer.replace("**", "^"))
+  return _without_unit(answer)
 
 
 @functools.lru_cache(maxsize=4_096)
@@ -234,6 +250,7 @@ def _bare(answer: str) -> str:
 def _without_unit(answer: str) -> str:
   """Drop currencies, and the words after a number."""
   answer = _DEGREES.sub("", _CURRENCY.sub("", answer).strip())
+  answer = re.sub(r"(?<=\d)\s+\(([^\W\d_]{2}[\w\s/]*)\)$", r" \1", answer)
   found = _UNIT.search(_TEXT.sub(r" \1", answer))
   if found and _is_unit(found):
     answer = _DEGREES.sub("", found.string[: found.start()])
@@ -245,8 +262,8 @@ def _is_unit(found: re.Match[str]) -> bool:
   unit = found["unit"]
   is_glued = found.start() == found.start("unit")
   return not _NO_UNITS.search(unit) and all(
-    len(word) > 2 + is_glued or word.casefold() in _SHORT
-    for word in re.findall("[a-zA-Zµ]+", unit.replace("\\cdot", ""))
+    len(word) > 2 + is_glued or word.casefold() in _SHORT or word[0] >= "⺀"
+    for word in re.findall(r"[^\W\d_]+", unit.replace("\\cdot", ""))
   )
 
 
