@@ -13,9 +13,11 @@ import test_run
 from jaxrl_async.config import sections
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import rollout_side
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import run_evaluations
+from jaxrl_async.run import session as session_lib
 from jaxrl_async.weights import weight_transfer
 
 DEADLINE_S = 100.0
@@ -143,8 +145,16 @@ def test_an_evaluation_in_a_pause_has_the_weights_of_its_step(in_pauses):
 
 
 def test_nobody_waits_for_ever_for_an_evaluation():
-  rollout = mock.Mock(**{"moving.return_value": 3, "status.return_value": "R"})
-  session = mock.Mock(stop=supervisor_lib.StopRequest(), seconds=time.monotonic)
+  rollout = mock.Mock(
+    spec=rollout_side.RolloutSide,
+    **{"moving.return_value": 3, "status.return_value": "R"},
+  )
+  session = mock.Mock(
+    spec=session_lib.Session,
+    stop=supervisor_lib.StopRequest(),
+    seconds=time.monotonic,
+    shutdown=mock.Mock(),
+  )
   thread = rollout_thread.RolloutThread(
     rollout=rollout, session=session, join_timeout_s=1.0, stall_timeout_s=1.0
   )
