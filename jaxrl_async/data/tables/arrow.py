@@ -7,10 +7,10 @@ import numpy as np
 
 
 class Rows(Sequence[dict]):
-  """The rows of one table or of something like it, by number.
+  """The rows of a table, by number.
 
-  A number of 16 or 32 bits becomes the number of 64 bits that is written like
-  it: 0.1, and not 0.10000000149011612, which is equal to it.
+  A float of 16 or 32 bits becomes the float of 64 bits with the same shortest
+  text: 0.1 rather than 0.10000000149011612.
   """
 
   def __init__(self, length: int, schema: Any, at: Callable[[int], Any]):
