@@ -96,14 +96,14 @@ class Case:
     return packed_lengths.MAX_TOKENS // self.scale
 
 
-def _cpu_case(name: str) -> Case:
+def _cpu_case(name: str, num_trajectories: int = 256) -> Case:
   return Case(
     model=workloads.CPU_CASES[name].model,
     dtype="float32",
     scale=16,
     rows_per_microbatch=2,
-    num_trajectories=256,
-    vocab_chunk=8_192,  # the whole vocabulary in both cases
+    num_trajectories=num_trajectories,
+    vocab_chunk=2**16,  # the whole vocabulary in all cases
     remat=sections.Remat.DOTS,
   )
 
@@ -121,6 +121,7 @@ def _gpu_case(name: str) -> Case:
 
 
 _CPU_CASES = {name: _cpu_case(name) for name in ("cpu-1m", "cpu-10m")}
+_CPU_CASES["cpu-135m"] = _cpu_case("cpu-135m", num_trajectories=64)
 _GPU_CASES = {
   f"{name.removeprefix('qwen2-')}-8k": _gpu_case(name)
   for name in ("qwen2-0.5b", "qwen2-1.5b")

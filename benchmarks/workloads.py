@@ -135,6 +135,24 @@ CPU_CASES = {
     ),
     num_groups=20,
   ),
+  "cpu-135m": dataclasses.replace(
+    _cpu_case(
+      configs.ModelConfig(
+        vocab_size=49_152,
+        model_dim=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        mlp_dim=1_536,
+        rope_theta=100_000.0,
+        has_qkv_bias=True,  # Llama has none, and the peers build a Qwen2
+      ),
+      num_groups=8,
+    ),
+    completion_sigma=0.0,
+    completion_median=128,
+  ),
 }
 GPU_CASES = {
   f"{name.removeprefix('qwen2-')}-{num_slots}x{cache_tokens // 1024}k": (

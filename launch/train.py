@@ -11,6 +11,7 @@ import trainer_process  # isort: skip
 
 from collections.abc import Sequence
 import gc
+import math
 import os
 import pathlib
 from typing import Any
@@ -119,6 +120,26 @@ def _devices() -> Sequence[Any]:
   return topology.devices(_TOPOLOGY.value)
 
 
+def _divide_cpu(mesh: sections.MeshSection) -> None:
+  """Have a CPU appear as all devices of a mesh, if it has cores for them.
+
+  It appears as two without this, one for each slice. The number is at most that
+  of the cores and one more, because generation often leaves its core to
+  training. JAX has not looked for devices yet.
+  """
+  import jax
+
+  rollout = mesh.rollout_data, mesh.rollout_tensor
+  train = (
+    *(mesh.train_data, mesh.train_fsdp),
+    *(mesh.train_context, mesh.train_tensor),
+  )
+  count = math.prod(train) + math.prod(rollout)
+  cores = len(os.sched_getaffinity(0))
+  if min(*train, *rollout) > 0 and 2 < count <= cores + 1:
+    jax.config.update("jax_num_cpu_devices", count)
+
+
 def _dry_run_of_gpus(config: sections.Config) -> None:
   import jax
 
@@ -221,12 +242,15 @@ def main(config: sections.Config) -> None:
     _dry_run_of_gpus(config)
     return
   if _DRY_RUN.value:
+    _divide_cpu(config.mesh)
     devices = _devices()
     config_checks.validate(config, len(devices))
     _dry_run(config, devices)
     return
   workdir = command_line.workdir()
   world = trainer_process.begin(config, workdir)
+  if world.size == 1:
+    _divide_cpu(config.mesh)
   with trainer_process.ending(world):
     config_checks.validate(config, len(_devices()))
     if world.leads:
