@@ -25,7 +25,8 @@ _MAX_CHARACTERS = 1_000  # of an answer that is parsed
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _TOKEN = re.compile(r"\d[\d.]*|[^\W\d_]+")
 # Words around a value, how LaTeX writes a fraction, and what stands between.
-_FILLERS = frozenset("a an and answer is the frac dfrac".split())
+_FILLERS = frozenset("and answer is the frac dfrac".split())
+_ARTICLE = re.compile(r"\ban\b", re.IGNORECASE)
 _MARKS = re.compile(r"[\w\s.,:;/+*$()\[\]{}\\\"']")
 # Moves of which several sequences are right.
 _MOVES: Mapping[str, str] = {
@@ -234,7 +235,7 @@ def _has_form(answer: str, item: Mapping[str, Any]) -> bool:
 
 def _tokens(text: str) -> collections.Counter[str]:
   """Count signs, numbers, which are "0" here, and words in the singular."""
-  words = [word.casefold() for word in _TOKEN.findall(text)]
+  words = [x.casefold() for x in _TOKEN.findall(_ARTICLE.sub("a", text))]
   return collections.Counter(_MARKS.sub("", text)) + collections.Counter(
     "0" if word[0].isdigit() else word.removesuffix("s")
     for word in words
