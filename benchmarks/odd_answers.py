@@ -5,6 +5,7 @@ every dataset of reasoning-gym.
 """
 
 from collections.abc import Callable, Iterator
+import re
 import signal
 from typing import Any
 
@@ -66,6 +67,14 @@ ODD = (
   "Move disk 1 from Peg 9 to Peg 0",
   "<answer></answer>",
 )
+
+# What is no longer right, whatever the right answer is.
+AROUND = tuple(
+  "{} or 7|{} or not|7 or {}|not {}|{} is wrong|{} # 7|"
+  "{}^2|{}!|{}, 7|{}\n7".split("|")
+)
+# Which compare fewer digits than they have: three, and all that floats have.
+_COARSE = ("power_function", "codeio")
 
 # Answers of mathematics in other spellings, by the right one.
 RIGHT: dict[str, tuple[str, ...]] = {
@@ -162,16 +171,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "3.08×10²",
     "3.08 \\cdot 10^{2}",
   ),
-  "-5": (
-    "−5",
-    "–5",
-    "- 5",
-    "-5.0",
-    "-$5",
-    "-\\$5",
-    "x=-5",
-    "−5 m",
-  ),
+  "-5": ("−5", "–5", "- 5", "-5.0", "-$5", "-\\$5", "x=-5", "−5 m"),
   "\\sqrt{2}": (
     "√2",
     "√{2}",
@@ -184,21 +184,8 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "1.41421356",
     "2^(1/2)",
   ),
-  "2\\sqrt{3}": (
-    "2√3",
-    "√12",
-    "2·√3",
-    "2 × √3",
-    "2*sqrt(3)",
-    "\\sqrt{12}",
-  ),
-  "x^2": (
-    "x²",
-    "x^{2}",
-    "x*x",
-    "x^2.",
-    "x**2",
-  ),
+  "2\\sqrt{3}": ("2√3", "√12", "2·√3", "2 × √3", "2*sqrt(3)", "\\sqrt{12}"),
+  "x^2": ("x²", "x^{2}", "x*x", "x^2.", "x**2"),
   "x^{10}+y_1": ("x¹⁰+y₁",),
   "1234567": (
     "1\\,234\\,567",
@@ -225,26 +212,11 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "1⁄2",
     "0{.}5",
   ),
-  "\\frac{3}{2}": (
-    "1½",
-    "1 1/2",
-    "1\\frac{1}{2}",
-    "1.5",
-    "3/2",
-  ),
-  "\\pi": (
-    "π",
-    "\\pi.",
-    "1\\pi",
-  ),
+  "\\frac{3}{2}": ("1½", "1 1/2", "1\\frac{1}{2}", "1.5", "3/2"),
+  "\\pi": ("π", "\\pi.", "1\\pi"),
   "2\\pi r": ("2πr",),
   "\\infty": ("∞",),
-  "90": (
-    "90°",
-    "90^\\circ",
-    "90 degrees",
-    "90\\degree",
-  ),
+  "90": ("90°", "90^\\circ", "90 degrees", "90\\degree"),
   "90^\\circ": (
     "90",
     "90°",
@@ -606,6 +578,19 @@ _LONG_S = 10.0  # of a score, as task.reward_timeout_s
 _NUM_ITEMS = 2
 
 
+def beside(name: str, right: str) -> list[str]:
+  """Return answers that are wrong, made of the right one of a dataset."""
+  if not right.strip():
+    return []
+  made = [around.format(right) for around in AROUND]
+  # The last digit is another one.
+  digits = re.fullmatch(r"(.*\d)(\D*)", right, re.DOTALL)
+  if digits and name not in _COARSE:
+    head, tail = digits.groups()
+    made.append(f"{head[:-1]}{(int(head[-1]) + 1) % 10}{tail}")
+  return made
+
+
 def wrong_verdicts(note: Callable[..., None]) -> int:
   """Return how many verdicts are wrong, and say which."""
   wrong = [
@@ -679,5 +664,6 @@ def _questions() -> Iterator[tuple[dict[str, Any], str]]:
     for i in range(_NUM_ITEMS):
       item = {**dataset[i], "dataset": name, "params": {}}
       own = () if item["answer"] is None else (item["answer"],)
-      for answer in *own, *ODD:
+      near = beside(name, own[0]) if own else ()
+      for answer in *own, *ODD, *near:
         yield item, answer

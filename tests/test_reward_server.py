@@ -65,6 +65,10 @@ class Handler(http_server.BaseHTTPRequestHandler):
     """Whatever the item holds, as it is."""
     self.answer(body["item"].get("answer", "[]").encode())
 
+  def one_is_nan(self, body):
+    texts = [each["text"] for each in body["completions"]]
+    self.answer([float("nan") if text == "nan" else 1.0 for text in texts])
+
   def fails(self, body):
     self.answer({"detail": "the model is\nnot loaded"}, status=500)
 
@@ -195,6 +199,32 @@ def test_an_answer_that_is_none_is_a_failure(score, answer, reason):
   failure = score("says", {"answer": answer})
   assert isinstance(failure, service_lib.RewardFailure)
   assert failure.reason == reason
+
+
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_a_score_that_is_none_loses_its_completion_alone(address, is_zero):
+  term = term_lib.Term(
+    scorer=server_lib.at(f"{address}/one_is_nan"),
+    timeout_s=60.0,
+    num_retries=1,
+    fails_as_zero=is_zero,
+  )
+  service = reward_groups.service(term)
+  Handler.asked.clear()
+  try:
+    rewards = reward_groups.submit(service, {}, ["a", "nan", "b"]).result()
+    metrics = service.metrics()
+  finally:
+    service.close()
+  lost = service_lib.RewardFailure("nan: the scorer returned nan")
+  assert rewards == [
+    types.Reward(score=1.0),
+    types.Reward(score=0.0) if is_zero else lost,
+    types.Reward(score=1.0),
+  ]
+  assert metrics["reward_service/lost/nan"] == 1
+  # Only that completion was asked for again.
+  assert [len(asked["completions"]) for asked in Handler.asked] == [3, 1]
 
 
 @pytest.mark.parametrize(

@@ -375,3 +375,15 @@ def test_bytes_without_merges_make_up_any_text(tmp_path):
   assert len(tokens) == len(text.encode())
   assert loaded.decode(tokens) == text
   assert b"".join(loaded.bytes_of(t) for t in tokens.tolist()) == text.encode()
+
+
+def test_special_tokens_that_would_be_split_are_refused(tmp_path):
+  tokenizer_lib.character_level().save(tmp_path)
+  path = tmp_path / "tokenizer_config.json"
+  settings = json.loads(path.read_text())
+  for splits in (False, True):
+    write(tmp_path, path.name, settings | {"split_special_tokens": splits})
+    if not splits:
+      tokenizer_lib.load(tmp_path)
+  with pytest.raises(ValueError, match="split_special_tokens would"):
+    tokenizer_lib.load(tmp_path)

@@ -92,6 +92,38 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize(
+  ("in_file", "has_space"), [(False, True), (True, None), (True, False)]
+)
+@pytest.mark.parametrize(
+  ("of", "model_type"),
+  [
+    ("GPT2Tokenizer", None),
+    ("RobertaTokenizerFast", "llama"),
+    ("PreTrainedTokenizerFast", "qwen2"),
+    ("PreTrainedTokenizerFast", None),
+  ],
+)
+def test_a_space_before_a_text_is_that_of_transformers(
+  tmp_path, of, model_type, in_file, has_space
+):
+  made = llama3()
+  made.pre_tokenizer = pre_tokenizers.Sequence(
+    [pre_tokenizers.ByteLevel(add_prefix_space=in_file)]
+  )
+  settings = {"tokenizer_class": of, "add_prefix_space": has_space}
+  if has_space is None:
+    del settings["add_prefix_space"]
+  llama_tokenizer.save(tmp_path, made, **settings)
+  if model_type:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+  reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  ours = tokenizer_lib.load(tmp_path)
+  for text in ("the an", " the", "a<s>the", ""):
+    ids = reference(text, add_special_tokens=False).input_ids
+    assert ours.encode(text).tolist() == ids
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_text_are_those_of_transformers(tmp_path, kind, settings):

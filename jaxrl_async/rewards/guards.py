@@ -2,12 +2,17 @@
 
 Some of them take an answer for right that is not, evaluate it as a program, or
 compute a tower of powers. Each of the guards below is for the datasets that it
-names, and an answer that it does not let through scores 0.
+names, and an answer that it does not let through scores 0. The guards of a
+second table look at an answer that the library has taken for right: is it one
+value and nothing else, with the right digits?
 """
 
 import ast
+import collections
 from collections.abc import Callable, Mapping
+import decimal
 import fractions
+import functools
 import operator
 import re
 from typing import Any
@@ -17,6 +22,20 @@ from jaxrl_async.rewards import match
 
 _NAN = re.compile(r"(?<![a-z])nan(?![a-hj-z])", re.IGNORECASE)
 _MAX_CHARACTERS = 1_000  # of an answer that is parsed
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_TOKEN = re.compile(r"\d[\d.]*|[^\W\d_]+")
+# Words around a value, how LaTeX writes a fraction, and what stands between.
+_FILLERS = frozenset("and answer is the frac dfrac".split())
+_ARTICLE = re.compile(r"\ban\b", re.IGNORECASE)
+_MARKS = re.compile(r"[\w\s.,:;/+*$()\[\]{}\\\"']")
+# Moves of which several sequences are right.
+_MOVES: Mapping[str, str] = {
+  "kakurasu": r"[01]",
+  "quantum_lock": r"[ABCabc]",
+  "rush_hour": r"[A-Z][+-]\d+",
+  "sokoban": r"[UDLR]",
+  "tower_of_hanoi": r"Move disk \d+ from Peg \d+ to Peg \d+",
+}
 _FUNCTIONS = frozenset(
   "sin cos tan cot sec csc asin acos atan sinh cosh tanh exp log ln sqrt Abs pi"
   " E".split()
@@ -46,9 +65,31 @@ def lets_through(answer: str, item: Mapping[str, Any]) -> bool:
     # An empty list of solutions is found in every text.
     if not str(expected).strip() and answer.strip():
       return False
-  # A composite dataset names the one that the item is of.
-  guard = _GUARDS.get(item["metadata"].get("source_dataset", item["dataset"]))
+  guard = _GUARDS.get(_dataset(item))
   return guard is None or guard(answer, item)
+
+
+def is_one_value(answer: str, item: Mapping[str, Any]) -> bool:
+  """Return whether an answer is right as a whole, and to its last digit.
+
+  Args:
+    answer: one to which the library gives the score 1.
+    item: of the library.
+  """
+  guard = _OF_RIGHT.get(_dataset(item))
+  return guard is None or guard(answer, item)
+
+
+def without_commas(answer: str, item: Mapping[str, Any]) -> str:
+  """Return a number as the library reads it: of 1,540 it reads the 1."""
+  if _dataset(item) == "gsm_symbolic":
+    return _THOUSANDS.sub("", answer)
+  return answer
+
+
+def _dataset(item: Mapping[str, Any]) -> str:
+  # A composite dataset names the one that the item is of.
+  return item["metadata"].get("source_dataset", item["dataset"])
 
 
 def _is_literal(answer: str, item: Mapping[str, Any]) -> bool:
@@ -179,6 +220,66 @@ def _has_no_more_words(answer: str, item: Mapping[str, Any]) -> bool:
   return len(answer.split()) <= len(str(item["answer"]).split())
 
 
+def _has_form(answer: str, item: Mapping[str, Any]) -> bool:
+  """Count numbers, words and signs.
+
+  The library looks for what it expects, and not at what is around that.
+  """
+  expected = _THOUSANDS.sub("", item["answer"])
+  answer = _THOUSANDS.sub("", answer)
+  if len(answer) > len(expected) + _MAX_CHARACTERS:
+    return False
+  said, right = _tokens(answer), _tokens(expected)
+  return said <= right and said["0"] == right["0"]
+
+
+def _tokens(text: str) -> collections.Counter[str]:
+  """Count signs, numbers, which are "0" here, and words in the singular."""
+  words = [x.casefold() for x in _TOKEN.findall(_ARTICLE.sub("a", text))]
+  return collections.Counter(_MARKS.sub("", text)) + collections.Counter(
+    "0" if word[0].isdigit() else word.removesuffix("s")
+    for word in words
+    if word not in _FILLERS
+  )
+
+
+def _is_all_moves(answer: str, item: Mapping[str, Any]) -> bool:
+  """Check for text between the moves, which the library passes over."""
+  move = _MOVES[_dataset(item)]
+  return re.fullmatch(rf"(?:{move}|[\s,;.→\[\]\"']|->)*", answer) is not None
+
+
+def _is_exact(
+  answer: str, item: Mapping[str, Any], *, digits: int, rounds: bool
+) -> bool:
+  """Compare a number to the last digit.
+
+  Args:
+    answer: one number, or a fraction of two.
+    item: of the library.
+    digits: how many significant ones the item's answer has at most.
+    rounds: whether an answer may have fewer digits.
+  """
+  parts = [*map(decimal.Decimal, answer.replace(",", "").split("/"))]
+  right = decimal.Decimal(item["answer"])
+  last = right.adjusted() + 1 - digits
+  if rounds and len(parts) == 1 and parts[0]:
+    last = max(last, int(parts[0].as_tuple().exponent))
+  with decimal.localcontext(prec=50):  # the library sets that of the thread
+    said = functools.reduce(operator.truediv, parts)
+    return abs(said - right) <= decimal.Decimal((0, (5,), last - 1))
+
+
+def _has_two_decimals(answer: str, item: Mapping[str, Any]) -> bool:
+  """Compare the numbers to two decimals, where the library allows 1 %."""
+  said, right = (
+    [*map(float, text.split())] for text in (answer, item["answer"])
+  )
+  return len(said) == len(right) and all(
+    abs(x - y) < 0.0051 for x, y in zip(said, right, strict=True)
+  )
+
+
 _GUARDS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
   "binary_matrix": _is_literal,
   "n_queens": _is_literal,
@@ -197,4 +298,21 @@ _GUARDS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
   "number_sorting": _has_same_numbers,
   "spell_backward": _does_not_go_on,
   "letter_jumble": _has_no_more_words,
+}
+
+_OF_RIGHT: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
+  **dict.fromkeys(_MOVES, _is_all_moves),
+  "advanced_geometry": _has_form,
+  "cryptarithm": _has_form,
+  "fraction_simplification": _has_form,
+  "game_of_life": _has_form,
+  "gsm_symbolic": _has_form,
+  "knights_knaves": _has_form,
+  "survo": _has_form,
+  "time_intervals": _has_form,
+  "word_sorting": _has_form,
+  "coin_flip": functools.partial(_is_exact, digits=10, rounds=True),
+  "decimal_arithmetic": functools.partial(_is_exact, digits=12, rounds=True),
+  "number_format": functools.partial(_is_exact, digits=15, rounds=False),
+  "pool_matrix": _has_two_decimals,
 }

@@ -59,7 +59,8 @@ def score_answer(item: Mapping[str, Any], answer: str | None) -> float:
   """Return the dataset's score of an answer, from 0 to 1.
 
   An answer for which the library raises scores 0, unless it raises for the
-  right one too.
+  right one too. So does an answer that is right in part, where the library
+  takes that for all.
 
   Args:
     item: an item of `questions.QuestionSource`.
@@ -74,7 +75,9 @@ def score_answer(item: Mapping[str, Any], answer: str | None) -> float:
   if not is_expected and not guards.lets_through(answer, item):
     return 0.0
   try:
-    found = float(score(answer, item))
+    found = float(score(guards.without_commas(answer, item), item))
+    if found >= 1 and not (is_expected or guards.is_one_value(answer, item)):
+      return 0.0
   except Exception:  # it parses what a policy wrote
     if expected is not None:
       score(expected, item)

@@ -200,7 +200,10 @@ def score_group(
     )
     if isinstance(found, RewardFailure):
       return dataclasses.replace(found, is_of_group=True)
-    return [*found]
+    return [
+      one if isinstance(one, Reward) else RewardFailure(str(one))
+      for one in found
+    ]
   rewards = []
   for completion in completions:
 

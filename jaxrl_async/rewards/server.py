@@ -13,7 +13,8 @@ A group is one POST request. Its body and the answer are JSON:
 
 Only `score` is required, and a plain number stands for an object with nothing
 else. The fields mean what they mean in `types.Completion` and `types.Reward`.
-Anything else, another status than 200 included, is a failure.
+A score that is no finite number is a failure of its completion. Anything else,
+another status than 200 included, is a failure of the group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,8 +48,10 @@ class RewardServer:
     completions: Sequence[Completion],
     *,
     timeout_s: float | None = None,
-  ) -> list[Reward]:
+  ) -> list[Reward | returned_lib.NoRewardError]:
     """Return the rewards of a group, in the order of its completions.
+
+    An entry that is no reward, such as NaN, is the error that says why.
 
     Args:
       item: of the prompt. What JSON does not know is sent as its text.
@@ -58,7 +61,6 @@ class RewardServer:
 
     Raises:
       ServerError: the answer is not a list of scores.
-      NoRewardError: one of them is not a reward.
       OSError, HTTPException: there was no answer.
     """
     body = {"item": dict(item), "completions": [*map(_shown, completions)]}
@@ -72,7 +74,7 @@ class RewardServer:
         f"it answered {_cut(answer)}, no list of {len(completions)} scores"
       )
     return [
-      returned_lib.as_reward(_read(value), len(completion.tokens))
+      _reward(_read(value), len(completion.tokens))
       for value, completion in zip(scores, completions, strict=True)
     ]
 
@@ -167,6 +169,13 @@ def _read(value: Any) -> Any:
         f"it answered token_scores of which one is at no position: {error}"
       ) from error
   return Reward(**value)
+
+
+def _reward(value: Any, num_tokens: int) -> Reward | returned_lib.NoRewardError:
+  try:
+    return returned_lib.as_reward(value, num_tokens)
+  except returned_lib.NoRewardError as error:
+    return error
 
 
 def _cut(answer: bytes) -> str:

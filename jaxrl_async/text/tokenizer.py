@@ -32,6 +32,9 @@ _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTED}
 _BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+_ADD_SPACE = "add_prefix_space"
+# Of these transformers 5 sets it, whatever tokenizer.json says.
+_PREFIX_SPACE = {"GPT2Tokenizer", "RobertaTokenizer", "Qwen2Tokenizer", "qwen2"}
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -271,8 +274,16 @@ def load(directory: str | pathlib.Path) -> Tokenizer:
   with _library_errors(f"{path} is not a tokenizer"):
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
   _add_tokens(tokenizer, directory)
+  settings = model_files.read_optional(directory / model_files.TOKENIZER_CONFIG)
+  if settings.get("split_special_tokens"):
+    raise ValueError(
+      f"{directory / model_files.TOKENIZER_CONFIG}: split_special_tokens would"
+      " make text of the marks of a chat; remove it"
+    )
   if _is_llama(tokenizer, directory):
     _mark_spaces(tokenizer, directory)
+  elif _family(directory) & _PREFIX_SPACE:
+    _prefix_space(tokenizer.pre_tokenizer, bool(settings.get(_ADD_SPACE)))
   named = model_files.special_tokens(directory)
   ends = model_files.end_tokens(directory)
   special = [
@@ -312,11 +323,23 @@ def _is_llama(tokenizer: tokenizers.Tokenizer, directory: pathlib.Path) -> bool:
   """Return whether transformers 5 overrides the file's treatment of spaces."""
   if not _has_byte_fallback(tokenizer):
     return False
-  family = model_files.read_optional(directory / model_files.CONFIG)
-  return (
-    model_files.tokenizer_class(directory) == "LlamaTokenizer"
-    and family.get("model_type") != "qwen2"
-  )
+  family = _family(directory)
+  return "LlamaTokenizer" in family and "qwen2" not in family
+
+
+def _family(directory: pathlib.Path) -> set[Any]:
+  """Return the tokenizer's class in transformers, and the kind of its model."""
+  config = model_files.read_optional(directory / model_files.CONFIG)
+  return {model_files.tokenizer_class(directory), str(config.get("model_type"))}
+
+
+def _prefix_space(step: Any, has_space: bool) -> None:
+  """Set whether a text begins with a space, in a pre-tokenizer of bytes."""
+  if isinstance(step, tokenizers.pre_tokenizers.ByteLevel):
+    step.add_prefix_space = has_space
+  elif isinstance(step, tokenizers.pre_tokenizers.Sequence):
+    for part in step:
+      _prefix_space(part, has_space)
 
 
 def _mark_spaces(
@@ -328,7 +351,7 @@ def _mark_spaces(
   """
   path = directory / model_files.TOKENIZER_CONFIG
   settings = model_files.read_object(path)
-  has_prefix = settings.get("add_prefix_space") in (None, True)
+  has_prefix = settings.get(_ADD_SPACE) in (None, True)
   scheme = "never"
   if has_prefix:
     scheme = "always" if settings.get("legacy") else "first"
