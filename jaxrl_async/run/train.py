@@ -225,7 +225,7 @@ def _build(
     )
     totals["run/warm_start_s"] = busy["train"].now() - start_s
     with side_outputs.attempt("tokenizer/"):
-      setup.tokenizer.save(session.workdir / "tokenizer")
+      setup_lib.save_tokenizer(setup, session.workdir / "tokenizer")
     running = []
   else:
     base_record = stored.get(frozen_base.KEY)
@@ -336,6 +336,7 @@ def _client_requests(
     setup.config,
     setup.model,
     setup.tokenizer,
+    setup.pretrained,
     lambda: session.shutdown.supervisor.has_spawned(rollout_thread.NAME),
   )
   session.shutdown.stops(front.close, setup.config.run.join_timeout_s, note)

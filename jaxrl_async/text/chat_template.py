@@ -424,6 +424,19 @@ def sources(
   return {name: (path, source) for name, source in named.items()}
 
 
+def copy_to(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Write the templates of a tokenizer's directory into files of their own.
+
+  Raises:
+    ValueError: a file is damaged.
+    OSError: a file cannot be written.
+  """
+  for name, (_, text) in sources(source).items():
+    path = target / (_FILE if name == "default" else f"{_FOLDER}/{name}.jinja")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
 def _without_template(messages: Messages) -> str:
   if len(messages) != 1 or messages[0]["role"] != "user":
     raise ChatTemplateError(
