@@ -137,7 +137,7 @@ class ChatTemplate:
       TypeError,
       ValueError,
     ) as error:
-      reason = str(error) or type(error).__name__
+      reason = " ".join(str(error).split()) or type(error).__name__
       raise ChatTemplateError(f"the chat template refused: {reason}") from error
 
   def check(
@@ -348,7 +348,7 @@ def _compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
   except jinja2.TemplateSyntaxError as error:
     raise ChatTemplateError(
-      f"chat_template, line {error.lineno}: {error}"
+      f"chat_template, line {error.lineno}: {' '.join(str(error).split())}"
     ) from error
   except RecursionError as error:
     raise ChatTemplateError("chat_template: it is nested too deeply") from error
