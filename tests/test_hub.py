@@ -5,6 +5,7 @@ from http import server as http_server
 import json
 import pathlib
 import shutil
+import socket
 import threading
 import urllib.parse
 
@@ -195,6 +196,24 @@ def test_a_hub_that_cannot_be_reached_is_one_line(params, monkeypatch):
   assert "\n" not in str(error.value)
 
 
+def test_a_hub_that_does_not_answer_is_one_line_or_the_cache(
+  params, monkeypatch
+):
+  monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
+  with socket.create_server(("127.0.0.1", 0)) as silent:
+    address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    with monkeypatch.context() as patch:
+      patch.setattr(constants, "ENDPOINT", address)
+      with pytest.raises(
+        sections.ConfigError, match="is not in the cache .*Timeout"
+      ) as error:
+        started("hf:org/model")
+      assert "\n" not in str(error.value)
+    started("hf:org/model")
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    jax.tree.map(np.testing.assert_array_equal, params, started("hf:org/model"))
+
+
 def test_weights_that_were_damaged_on_the_way_are_refused(params):
   weights = Handler.root / "org" / "model" / "model.safetensors"
   Handler.damage = {weights.name: weights.read_bytes()[:-1] + b"\0"}
@@ -286,6 +305,7 @@ def test_a_served_run_has_the_chat_template_of_its_model(params):
     lambda: True,
   )
   messages = [{"role": "user", "content": "1"}]
+  front.start(print)  # or its sockets stay open
   try:
     assert front._service.chat_template.render(messages) == "1!"
   finally:
