@@ -108,7 +108,9 @@ def _downloaded(
   )
   try:
     huggingface_hub.HfApi().model_info(
-      path, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT
+      path,
+      revision=revision or constants.DEFAULT_REVISION,
+      timeout=constants.HF_HUB_ETAG_TIMEOUT,
     )
   except httpx2.TimeoutException as error:
     try:
