@@ -34,8 +34,8 @@ def load(
   """Load a policy, to generate with it and to compute logprobs.
 
   Args:
-    path: a run's workdir, WORKDIR/params of launch/sft.py, or a directory in
-      Hugging Face's format.
+    path: a run's workdir, WORKDIR/params of launch/sft.py, a directory in
+      Hugging Face's format, or hf:ORG/NAME of its hub.
     step: train step of a run's checkpoint; None is the newest.
     num_slots: sequences that are generated side by side; 0 takes the run's
       number.
@@ -44,7 +44,7 @@ def load(
     ConfigError: there is no policy, or it cannot be used. The message is one
       line.
   """
-  stored = stored_policy.find(pathlib.Path(path), step)
+  stored = stored_policy.find(path, step)
   return policy_lib.load(stored, jax.devices(), num_slots=num_slots)
 
 

@@ -5,13 +5,14 @@ launch/evaluate.py takes it where no other one is given. In a file of one's own:
 --config=launch/checkpoint_config.py:/tmp/quickstart
 
 A run's workdir has its config in config.json, and so has that of launch/sft.py.
-For a directory in Hugging Face's format it is the default config with this
-model.
+For a model in Hugging Face's format, in a directory or of the hub, it is the
+default config with this model.
 """
 
 import pathlib
 
 from jaxrl_async.config import sections
+from jaxrl_async.models import hub
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import model_files
 
@@ -21,6 +22,10 @@ def get_config(checkpoint: str = "") -> sections.Config:
   sections.require(
     bool(checkpoint), "checkpoint", "missing; use --checkpoint=DIRECTORY"
   )
+  if checkpoint.startswith(hub.PREFIX):
+    config = sections.Config()
+    config.model.name = checkpoint
+    return config
   directory = pathlib.Path(checkpoint)
   if not directory.is_dir():
     raise sections.ConfigError(

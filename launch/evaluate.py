@@ -23,6 +23,7 @@ from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.devices import xla_flags
+from jaxrl_async.models import hub
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import directories
@@ -32,8 +33,8 @@ from jaxrl_async.storage import directories
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint",
   "",
-  "A run's workdir, WORKDIR/params of launch/sft.py, or a model in Hugging"
-  " Face's format.",
+  "A run's workdir, WORKDIR/params of launch/sft.py, a model in Hugging Face's"
+  " format, or hf:ORG/NAME of its hub.",
 )
 _STEP = flags.DEFINE_integer(
   "step", -1, "Train step of a run's checkpoint; -1 is the newest.", -1
@@ -71,11 +72,13 @@ def _check() -> None:
   ):
     if not flag.value:
       raise sections.ConfigError(f"{flag.name}: missing; use {use}")
-  directories.check_can_read(
-    "checkpoint",
-    _CHECKPOINT.value,
-    "use a run's workdir, or a directory in Hugging Face's format",
-  )
+  if not _CHECKPOINT.value.startswith(hub.PREFIX):
+    directories.check_can_read(
+      "checkpoint",
+      _CHECKPOINT.value,
+      "use a run's workdir, a directory in Hugging Face's format, or"
+      " hf:ORG/NAME of its hub",
+    )
   directories.check_can_write("output", _OUTPUT.value)
   command_line.check_compile_cache()
 
@@ -110,7 +113,7 @@ def main(config: sections.Config) -> None:
     workdir_lib.Claim(output, progress.note),
   ):
     results = evaluation.evaluate(
-      pathlib.Path(_CHECKPOINT.value),
+      _CHECKPOINT.value,
       None if _STEP.value < 0 else _STEP.value,
       config,
       evaluation.Wanted(

@@ -17,6 +17,7 @@ from absl import flags
 
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
+from jaxrl_async.models import hub
 from jaxrl_async.storage import directories
 
 # Slow imports are made where they are used, after all checks.
@@ -24,8 +25,8 @@ from jaxrl_async.storage import directories
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint",
   "",
-  "A run's workdir, WORKDIR/params of launch/sft.py, or a model in Hugging"
-  " Face's format.",
+  "A run's workdir, WORKDIR/params of launch/sft.py, a model in Hugging Face's"
+  " format, or hf:ORG/NAME of its hub.",
 )
 _STEP = flags.DEFINE_integer(
   "step", -1, "Train step of a run's checkpoint; -1 is the newest.", -1
@@ -58,11 +59,13 @@ def _check() -> None:
       raise sections.ConfigError(
         f"{flag.name}: missing; use --{flag.name}=DIRECTORY"
       )
-  directories.check_can_read(
-    "checkpoint",
-    _CHECKPOINT.value,
-    "use a run's workdir, or a directory in Hugging Face's format",
-  )
+  if not _CHECKPOINT.value.startswith(hub.PREFIX):
+    directories.check_can_read(
+      "checkpoint",
+      _CHECKPOINT.value,
+      "use a run's workdir, a directory in Hugging Face's format, or"
+      " hf:ORG/NAME of its hub",
+    )
   directories.check_can_write("output", _OUTPUT.value)
 
 
@@ -74,7 +77,7 @@ def main() -> None:
   output = pathlib.Path(_OUTPUT.value).absolute()
   export.check_output(output)
   stored = stored_policy.find(
-    pathlib.Path(_CHECKPOINT.value), None if _STEP.value < 0 else _STEP.value
+    _CHECKPOINT.value, None if _STEP.value < 0 else _STEP.value
   )
   if _ADAPTER.value:
     written = {**export.export_adapter(stored, output), "dtype": "float32"}

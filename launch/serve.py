@@ -24,6 +24,7 @@ from absl import flags
 
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
+from jaxrl_async.models import hub
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.serving import addresses
 from jaxrl_async.storage import directories
@@ -34,7 +35,10 @@ _MAX_S = 1e9  # seconds; longer waits overflow
 _MAX_NAME = 256
 
 _CHECKPOINT = flags.DEFINE_string(
-  "checkpoint", "", "Directory of parameters to serve, instead of --workdir."
+  "checkpoint",
+  "",
+  "Directory of parameters to serve, or hf:ORG/NAME of the hub, instead of"
+  " --workdir.",
 )
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
 _PORT = flags.DEFINE_integer(
@@ -125,6 +129,8 @@ def _check_policy() -> None:
     raise sections.ConfigError(
       "workdir: missing; use --workdir=DIRECTORY or --checkpoint=DIRECTORY"
     )
+  if checkpoint.startswith(hub.PREFIX):
+    return
   if checkpoint:
     directories.check_can_read(
       "checkpoint",
@@ -196,8 +202,7 @@ def _policy() -> Any:
   }
   command_line.use_own_compile_cache()
   if _CHECKPOINT.value:
-    path = pathlib.Path(_CHECKPOINT.value).absolute()
-    return serve.load_checkpoint(path, **sizes)
+    return serve.load_checkpoint(_CHECKPOINT.value, **sizes)
   path = pathlib.Path(command_line.WORKDIR.value).absolute()
   return serve.load_run(path, **sizes)
 

@@ -4,6 +4,8 @@ import hashlib
 from http import server as http_server
 import json
 import pathlib
+import shutil
+import socket
 import threading
 import urllib.parse
 
@@ -11,13 +13,19 @@ from huggingface_hub import constants
 import jax
 import numpy as np
 import pytest
+import stored_run
 import test_assembly
 
 from configs import tiny
 from jaxrl_async.assembly import checks
 from jaxrl_async.assembly import initial_params
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.models import hub
+from jaxrl_async.policies import export
+from jaxrl_async.policies import policy as policy_lib
+from jaxrl_async.policies import stored_policy
+from jaxrl_async.serving import front as front_lib
 
 COMMIT = "5" * 40
 # What the hub answers for a repository that it does not show.
@@ -188,6 +196,24 @@ def test_a_hub_that_cannot_be_reached_is_one_line(params, monkeypatch):
   assert "\n" not in str(error.value)
 
 
+def test_a_hub_that_does_not_answer_is_one_line_or_the_cache(
+  params, monkeypatch
+):
+  monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
+  with socket.create_server(("127.0.0.1", 0)) as silent:
+    address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    with monkeypatch.context() as patch:
+      patch.setattr(constants, "ENDPOINT", address)
+      with pytest.raises(
+        sections.ConfigError, match="is not in the cache .*Timeout"
+      ) as error:
+        started("hf:org/model")
+      assert "\n" not in str(error.value)
+    started("hf:org/model")
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    jax.tree.map(np.testing.assert_array_equal, params, started("hf:org/model"))
+
+
 def test_weights_that_were_damaged_on_the_way_are_refused(params):
   weights = Handler.root / "org" / "model" / "model.safetensors"
   Handler.damage = {weights.name: weights.read_bytes()[:-1] + b"\0"}
@@ -206,6 +232,107 @@ def test_half_of_a_file_is_never_in_the_snapshot(params):
   assert "\n" not in str(error.value)
   Handler.damage = {}
   jax.tree.map(np.testing.assert_array_equal, params, started("hf:org/model"))
+
+
+@pytest.mark.parametrize("kind", ["name", "directory"])
+def test_a_run_is_used_without_the_model_it_began_with(
+  params, tmp_path, monkeypatch, kind
+):
+  source = Handler.root / "org" / "model"
+  template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+  (source / "chat_template.jinja").write_text(template)
+  (source / "generation_config.json").write_text(
+    json.dumps({"eos_token_id": [1], "top_k": 20})
+  )
+  config = get_config("hf:org/model" if kind == "name" else str(source))
+  setup = checks.checked(config, jax.devices()[:2])
+  workdir = stored_run.write(tmp_path / "run", config, setup.model)
+  shutil.rmtree(workdir / "tokenizer")
+  setup_lib.save_tokenizer(setup, workdir / "tokenizer")
+  shutil.rmtree(source)
+  monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+  messages = [{"role": "user", "content": "1+2"}]
+  policy = policy_lib.load(stored_policy.find(workdir), jax.devices()[:1])
+  assert policy._chat_template.render(messages) == "<user>1+2"
+  out = tmp_path / "out"
+  export.export(stored_policy.find(workdir), out, dtype="float32")
+  exported = policy_lib.load(stored_policy.find(out), jax.devices()[:1])
+  jax.tree.map(np.testing.assert_array_equal, policy._params, exported._params)
+  assert exported._chat_template.render(messages) == "<user>1+2"
+  generation = json.loads((out / "generation_config.json").read_text())
+  assert generation == {"eos_token_id": [1], "top_k": 20}
+  plan_config = stored_policy.own_config(stored_policy.find(workdir))
+  assert plan_config.model.name == str(workdir / "tokenizer")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_renders_the_chat_of_an_export(params, tmp_path):
+  transformers = pytest.importorskip("transformers")
+  source = Handler.root / "org" / "model"
+  template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+  (source / "chat_template.jinja").write_text(template + "{{ eos_token }}")
+  out = tmp_path / "out"
+  stored = stored_policy.find("hf:org/model")
+  export.export(stored, out, dtype="float32")
+  messages = [{"role": "user", "content": "1+2"}]
+  tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+  theirs = tokenizer.apply_chat_template(messages, tokenize=False)
+  assert theirs == stored_policy.chat_template(stored).render(messages)
+  assert theirs.startswith("[1+2]") and len(theirs) > 5
+  ids = tokenizer("[1+2]").input_ids
+  assert ids == stored_policy.tokenizer(stored).encode("[1+2]").tolist()
+
+
+@pytest.mark.parametrize("name", ["hf:org/none", "hf:org/gated", "hf:a/b/c"])
+def test_a_policy_of_the_hub_that_cannot_be_read_is_one_line(params, name):
+  with pytest.raises(sections.ConfigError, match="^checkpoint: ") as error:
+    stored_policy.find(name)
+  assert "\n" not in str(error.value)
+
+
+def test_a_served_run_has_the_chat_template_of_its_model(params):
+  template = "{{ messages[0].content }}!"
+  source = Handler.root / "org" / "model"
+  (source / "chat_template.jinja").write_text(template)
+  setup = checks.checked(get_config("hf:org/model"), jax.devices()[:2])
+  front = front_lib.of_a_run(
+    front_lib.ServeSettings(port=0),
+    setup.config,
+    setup.model,
+    setup.tokenizer,
+    setup.pretrained,
+    lambda: True,
+  )
+  messages = [{"role": "user", "content": "1"}]
+  front.start(print)  # or its sockets stay open
+  try:
+    assert front._service.chat_template.render(messages) == "1!"
+  finally:
+    front.close(10.0, print)
+
+
+@pytest.mark.parametrize(
+  ("template", "message"),
+  [
+    ("{% for m in messages %}{{ m.content }", "chat_template.jinja.*line 1"),
+    ("{{ messages | nofilter }}", "chat_template.jinja.*nofilter"),
+    (
+      "{% if not tools %}{{ raise_exception('tools\nplease') }}{% endif %}",
+      "the chat template refused: tools please",
+    ),
+  ],
+)
+def test_a_template_that_cannot_render_the_task_is_one_line(
+  params, template, message
+):
+  source = Handler.root / "org" / "model"
+  (source / "chat_template.jinja").write_text(template)
+  config = get_config("hf:org/model")
+  config.task.chat = True
+  with pytest.raises(sections.ConfigError, match=message) as error:
+    checks.checked(config, jax.devices()[:2])
+  assert "\n" not in str(error.value)
 
 
 def test_names_are_split_at_the_revision():

@@ -264,6 +264,50 @@ def test_every_wrong_entry_of_the_index_is_named(copied, change, words):
   check_refusal(hf_weights.load, copied, words)
 
 
+def rename(name):
+  return lambda path: path.rename(path.with_name(name))
+
+
+def truncate(path):
+  path.write_bytes(path.read_bytes()[:-7])
+
+
+def of_gpt2(path):
+  tensor = np.zeros((8, 24), np.float32)
+  safetensors_numpy.save_file(
+    {"transformer.h.0.attn.c_attn.weight": tensor}, path
+  )
+
+
+def widen(path):
+  tensors = safetensors_numpy.load_file(path)
+  wide = {name: np.pad(x, (0, 8)) for name, x in tensors.items()}
+  safetensors_numpy.save_file(wide, path)
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    (lambda path: path.unlink(), ("a part of the weights", "download")),
+    (rename("else"), ("a part of the weights", "download")),
+    (rename(SHARDS[1] + ".3f2a.incomplete"), ("not ended", "download")),
+    (truncate, ("not whole", "download it again")),
+    (of_gpt2, ("transformer.h.0", "not a tensor", "config.json describes")),
+    (widen, ("has shape", "expected", "came with the weights")),
+  ],
+)
+def test_what_to_do_about_unusable_weights_is_said(copied, change, words):
+  change(copied / SHARDS[1])
+  check_refusal(hf_weights.check, copied, SHARDS[1], *words)
+
+
+def test_weights_of_another_kind_of_file_are_asked_for_as_safetensors(copied):
+  for name in (*SHARDS, hf_weights.INDEX_FILE):
+    (copied / name).unlink()
+  (copied / "pytorch_model.bin").write_bytes(b"x")
+  check_refusal(hf_weights.check, copied, "as safetensors")
+
+
 def test_a_tensor_in_two_files_is_named(copied):
   first, second = (copied / name for name in SHARDS)
   tensors = safetensors_numpy.load_file(second)

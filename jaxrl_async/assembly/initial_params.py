@@ -89,6 +89,20 @@ def check(setup: setup_lib.Setup) -> None:
     _check_pretrained(field, directory, setup)
 
 
+def check_is_there(setup: setup_lib.Setup) -> None:
+  """Check that a new run has weights to begin with; the hub's come later.
+
+  Raises:
+    ConfigError: the directory that `model.name` names has none.
+  """
+  name, directory = setup.config.model.name, setup.pretrained
+  if directory is None or name.startswith(hub.PREFIX):
+    return
+  if not setup.config.warm_start.checkpoint:
+    if not hf_weights.has_weights(directory):
+      _check_pretrained("model.name", directory, setup)
+
+
 def _check_pretrained(
   field: str, directory: pathlib.Path, setup: setup_lib.Setup
 ) -> None:

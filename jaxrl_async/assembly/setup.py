@@ -32,6 +32,7 @@ from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.text import tokenizer_files
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
@@ -294,6 +295,25 @@ def chat_template_of(
       f" template{why}; use a model that has one, or task.template alone"
     )
   return template
+
+
+def save_tokenizer(setup: Setup, directory: pathlib.Path) -> None:
+  """Write what a workdir keeps of its tokenizer and its pretrained model.
+
+  Of a pretrained model it is everything but the weights, so that the policy can
+  be served, evaluated and exported when the model is gone.
+
+  Raises:
+    OSError: a file cannot be written.
+  """
+  if setup.pretrained is not None:
+    tokenizer_files.copy(setup.pretrained, directory, with_config=True)
+    return
+  setup.tokenizer.save(directory)
+  if setup.config.model.tokenizer:
+    chat_template_lib.copy_to(
+      pathlib.Path(setup.config.model.tokenizer), directory
+    )
 
 
 def _pretrained(config: sections.Config) -> pathlib.Path | None:

@@ -107,7 +107,7 @@ class Plan(NamedTuple):
 
 
 def evaluate(
-  checkpoint: pathlib.Path,
+  checkpoint: str | pathlib.Path,
   step: int | None,
   config: sections.Config,
   wanted: Wanted,
@@ -120,7 +120,7 @@ def evaluate(
   """Begin or continue an evaluation, and return its results.
 
   Args:
-    checkpoint: directory of the policy.
+    checkpoint: directory of the policy, or hf:ORG/NAME of the hub.
     step: train step of a run's checkpoint. None is that of the evaluation in
       `output`, if there is one, and otherwise the newest.
     config: of the policy, with the caller's changes.
@@ -146,6 +146,8 @@ def evaluate(
     raise sections.ConfigError(
       "dataset: missing; use for example --dataset=jsonl:test.jsonl"
     )
+  stored = dataclasses.replace(stored, config=config)
+  config = stored_policy.own_config(stored)
   stored = dataclasses.replace(stored, config=config)
   tokenizer = stored_policy.tokenizer(stored)
   plan = prepare(stored, wanted, tokenizer, is_cpu=devices[0].platform == "cpu")

@@ -220,7 +220,7 @@ def _check_headers(
   known = {**places, **optional}
   found: dict[str, pathlib.Path] = {}
   for path in paths:
-    model_files.check_file(path)
+    _check_is_there(path)
     try:
       with safetensors.safe_open(path, "numpy") as file:
         for name in file.keys():
@@ -231,7 +231,12 @@ def _check_headers(
           header = file.get_slice(name)
           _check_tensor(name, header.get_shape(), header.get_dtype(), known)
           found[name] = path
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except safetensors.SafetensorError as error:
+      raise ValueError(
+        f"{path}: {' '.join(str(error).split())}; it is damaged or not whole,"
+        " so download it again"
+      ) from error
+    except (OSError, ValueError) as error:
       raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
   source = directory / (INDEX_FILE if weight_map else WEIGHTS_FILE)
   if missing := [name for name in places if name not in found]:
@@ -248,6 +253,18 @@ def _check_headers(
   return found
 
 
+def _check_is_there(path: pathlib.Path) -> None:
+  """Check a file of weights; what a download left unfinished is named."""
+  try:
+    model_files.check_file(path)
+  except FileNotFoundError as error:
+    has_part = any(path.parent.glob(f"{path.name}*.incomplete"))
+    why = "its download has not ended" if has_part else "a part of the weights"
+    raise FileNotFoundError(
+      f"{path} does not exist ({why}); download the model again"
+    ) from error
+
+
 def _check_tensor(
   name: str,
   shape: list[int],
@@ -255,10 +272,14 @@ def _check_tensor(
   places: Mapping[str, hf_tensors.Place],
 ) -> None:
   if name not in places:
-    raise ValueError(f"{name} is not a tensor of this model")
+    raise ValueError(
+      f"{name} is not a tensor of this model; use weights of the architecture"
+      f" that {hf_config.CONFIG_FILE} describes"
+    )
   if tuple(shape) != places[name].shape:
     raise ValueError(
-      f"{name} has shape {tuple(shape)}, expected {places[name].shape}"
+      f"{name} has shape {tuple(shape)}, expected {places[name].shape} by"
+      f" {hf_config.CONFIG_FILE}; use the one that came with the weights"
     )
   if dtype not in _DTYPES:
     raise ValueError(f"{name} is {dtype}; use one of {', '.join(_DTYPES)}")
@@ -282,7 +303,8 @@ def _weight_files(
     return [single], {}
   if not index.exists():
     raise FileNotFoundError(
-      f"{directory}: it has neither {WEIGHTS_FILE} nor {INDEX_FILE}"
+      f"{directory}: it has neither {WEIGHTS_FILE} nor {INDEX_FILE}; download"
+      " the weights as safetensors"
     )
   weight_map = model_files.read_object(index).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:

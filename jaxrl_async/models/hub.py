@@ -7,6 +7,7 @@ and gated repositories, HF_HUB_OFFLINE=1 to use the cache alone, HF_ENDPOINT for
 another hub.
 """
 
+import functools
 import hashlib
 import os
 import pathlib
@@ -86,17 +87,49 @@ def _check_digest(name: str, blob: pathlib.Path) -> None:
     )
 
 
+def _downloaded(
+  path: str, revision: str | None, patterns: tuple[str, ...]
+) -> str:
+  """Return the snapshot of a repository, from the cache if the hub hangs.
+
+  The library waits without end for the first answer of a hub. So that is asked
+  for here, with the deadline that the library has for its other requests.
+  """
+  import httpx2
+  import huggingface_hub
+  from huggingface_hub import constants
+  from huggingface_hub import errors
+
+  download = functools.partial(
+    huggingface_hub.snapshot_download,
+    path,
+    revision=revision,
+    allow_patterns=list(patterns),
+  )
+  try:
+    huggingface_hub.HfApi().model_info(
+      path,
+      revision=revision or constants.DEFAULT_REVISION,
+      timeout=constants.HF_HUB_ETAG_TIMEOUT,
+    )
+  except httpx2.TimeoutException as error:
+    try:
+      return download(local_files_only=True)
+    except errors.LocalEntryNotFoundError:
+      raise error from None
+  except (OSError, ValueError, httpx2.HTTPError):
+    pass  # the library meets it too, and knows what the cache can replace
+  return download()
+
+
 def _snapshot(name: str, patterns: tuple[str, ...]) -> pathlib.Path:
   import httpx2  # these take a third of a second, and few runs need them
-  import huggingface_hub
   from huggingface_hub import errors
 
   path, revision = repository(name)
   shown = sections.shown(name)
   try:
-    found = huggingface_hub.snapshot_download(
-      path, revision=revision, allow_patterns=list(patterns)
-    )
+    found = _downloaded(path, revision, patterns)
   except errors.RevisionNotFoundError as error:
     raise HubError(
       f"{shown}: there is no revision {sections.shown(revision)}; use a branch,"

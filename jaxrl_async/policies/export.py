@@ -6,7 +6,6 @@ are read, on the host, and no device is used.
 
 import json
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -21,21 +20,8 @@ from jaxrl_async.models import peft_files
 from jaxrl_async.policies import stored_policy
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import model_files
-from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import tokenizer_files
 
-_CLASS_FILE = "tokenizer_class.py"
-# Files of a tokenizer that are taken over as they are.
-_TOKENIZER_FILES = (
-  model_files.TOKENIZER,
-  model_files.TOKENIZER_CONFIG,
-  model_files.SPECIAL_TOKENS_MAP,
-  "added_tokens.json",
-  "vocab.json",
-  "merges.txt",
-  "tokenizer.model",
-  _CLASS_FILE,
-  *chat_template_lib.FILES,
-)
 # transformers 5 builds the tokenizer of some families anew, whatever class
 # tokenizer_config.json names, and one of another kind then loses characters.
 # Where auto_map names a class, it does not. Only a caller who trusts the code
@@ -98,7 +84,9 @@ def export(
   check_output(output)
   tokenizer = stored_policy.tokenizer(stored)
   setup = setup_lib.on_all_devices(
-    stored.config, jax.devices("cpu")[:1], tokenizer=tokenizer
+    stored_policy.own_config(stored),
+    jax.devices("cpu")[:1],
+    tokenizer=tokenizer,
   )
   _check_architecture(setup.model.base)
   step, params = stored_policy.load(stored, setup)
@@ -153,7 +141,9 @@ def export_adapter(
   )
   tokenizer = stored_policy.tokenizer(stored)
   setup = setup_lib.on_all_devices(
-    stored.config, jax.devices("cpu")[:1], tokenizer=tokenizer
+    stored_policy.own_config(stored),
+    jax.devices("cpu")[:1],
+    tokenizer=tokenizer,
   )
   step, params = stored_policy.load(stored, setup)
   with disk.writing(output):
@@ -168,26 +158,18 @@ def _copy_tokenizer(
   output: pathlib.Path,
   model: configs.ModelConfig,
 ) -> None:
-  """Copy the tokenizer, from the pretrained model if it is still there.
-
-  The run's copy lacks what training does not need, such as a chat template.
-  """
+  """Copy the tokenizer, that of the pretrained model if there is one."""
   source = stored_policy.model_directory(stored)
   is_own = source is None or not (source / model_files.TOKENIZER).exists()
   if is_own or source is None:
     source = stored_policy.tokenizer_directory(stored)
-  for name in (*_TOKENIZER_FILES, model_files.GENERATION_CONFIG):
-    path = source / name
-    if path.is_dir():
-      shutil.copytree(path, output / name)
-    elif path.exists():
-      shutil.copyfile(path, output / name)
+  tokenizer_files.copy(source, output)
   if is_own and hf_config.config_json(model)["model_type"] in _BUILT_ANEW:
     path = output / model_files.TOKENIZER_CONFIG
     mention = {"AutoTokenizer": [None, "tokenizer_class.AsWritten"]}
     settings = model_files.read_object(path) | {"auto_map": mention}
     path.write_text(json.dumps(settings, indent=2) + "\n")
-    (output / _CLASS_FILE).write_text(_TOKENIZER_CLASS)
+    (output / tokenizer_files.CLASS).write_text(_TOKENIZER_CLASS)
 
 
 def _settings(

@@ -339,7 +339,7 @@ def load(
   Raises:
     ConfigError: the policy cannot be read.
   """
-  config = copy.deepcopy(stored.config)
+  config = stored_policy.own_config(stored)
   if num_slots:
     config.rollout.num_slots = num_slots
   is_pretrained = stored.kind is stored_policy.Kind.PRETRAINED

@@ -91,7 +91,7 @@ def load_run(
 
 
 def load_checkpoint(
-  directory: pathlib.Path,
+  name: str | pathlib.Path,
   *,
   num_slots: int,
   cache_tokens: int,
@@ -100,9 +100,9 @@ def load_checkpoint(
   """Load a policy from a directory of parameters alone.
 
   Args:
-    directory: either WORKDIR/params of launch/sft.py, with config.json and
-      tokenizer in WORKDIR, or a pretrained model in Hugging Face's format, with
-      its tokenizer.
+    name: hf:ORG/NAME of the hub, or a directory. This is either WORKDIR/params
+      of launch/sft.py, with config.json and tokenizer in WORKDIR, or a
+      pretrained model in Hugging Face's format, with its tokenizer.
     num_slots: see `load_run`.
     cache_tokens: see `load_run`. For a pretrained model, 0 means 1024, or as
       many as it was made for if these are fewer.
@@ -111,6 +111,7 @@ def load_checkpoint(
   Raises:
     ConfigError: the directory holds no such parameters.
   """
+  directory = stored_policy.place(name).absolute()
   if not directory.is_dir():
     raise sections.ConfigError(f"checkpoint: {directory} does not exist")
   stored = stored_policy.of_directory(directory)
@@ -133,7 +134,9 @@ def _load(
   if max_positions:
     stored.config.model.max_positions = max_positions
   setup = setup_lib.resolve(
-    stored.config, jax.devices(), tokenizer=stored_policy.tokenizer(stored)
+    stored_policy.own_config(stored),
+    jax.devices(),
+    tokenizer=stored_policy.tokenizer(stored),
   )
   version, params = stored_policy.load(
     stored, setup, field="workdir" if is_run else "checkpoint"

@@ -5,6 +5,7 @@ parameters are read, never an optimizer's state.
 """
 
 import contextlib
+import copy
 import dataclasses
 import enum
 import hashlib
@@ -71,17 +72,39 @@ class StoredPolicy:
 # -- finding ----------------------------------------------------------------
 
 
-def find(directory: pathlib.Path, step: int | None = None) -> StoredPolicy:
+def place(name: str | pathlib.Path) -> pathlib.Path:
+  """Return the directory of a policy, of which the hub's are downloaded.
+
+  Args:
+    name: a directory, or hf:ORG/NAME[@REVISION].
+
+  Raises:
+    ConfigError: the model cannot be downloaded.
+  """
+  name = str(name)
+  if not name.startswith(hub.PREFIX):
+    return pathlib.Path(name)
+  try:
+    hub.fetch_weights(name)
+    found = hub.model_directory(name)
+  except hub.HubError as error:
+    raise sections.ConfigError(f"checkpoint: {error}") from error
+  assert found is not None
+  return found
+
+
+def find(name: str | pathlib.Path, step: int | None = None) -> StoredPolicy:
   """Find the policy in a directory of any kind.
 
   Args:
-    directory: see `Kind`. A workdir of launch/sft.py stands for its params.
+    name: the directory, see `Kind`, or hf:ORG/NAME of the hub. A workdir of
+      launch/sft.py stands for its params.
     step: which checkpoint of a run; None is the newest one.
 
   Raises:
     ConfigError: there is no policy in the directory, or no such step.
   """
-  directory = directory.absolute()
+  directory = place(name).absolute()
   if not directory.is_dir():
     raise sections.ConfigError(f"checkpoint: {directory} does not exist")
   if (directory / workdir_lib.CHECKPOINTS).is_dir():
@@ -229,9 +252,13 @@ def tokenizer(stored: StoredPolicy) -> tokenizer_lib.Tokenizer:
 def model_directory(stored: StoredPolicy) -> pathlib.Path | None:
   """Return the directory of the pretrained model that the policy began with.
 
-  None if it began with none. The directory may be gone.
+  None if it began with none. A workdir keeps all but the weights of it. Without
+  this copy it is the directory that the config names, which may be gone.
   """
   name = stored.config.model.name
+  kept = tokenizer_directory(stored)
+  if name not in configs.MODELS and (kept / hf_config.CONFIG_FILE).exists():
+    return kept
   try:
     found = hub.model_directory(name)
   except hub.HubError:
@@ -239,12 +266,23 @@ def model_directory(stored: StoredPolicy) -> pathlib.Path | None:
   return None if name in configs.MODELS else found or pathlib.Path(name)
 
 
+def own_config(stored: StoredPolicy) -> sections.Config:
+  """Return a copy of a policy's config that needs no files but the policy's.
+
+  `model.name` is the workdir's copy of the pretrained model, if there is one.
+  """
+  config = copy.deepcopy(stored.config)
+  kept = tokenizer_directory(stored)
+  if model_directory(stored) == kept:
+    config.model.name = str(kept)
+  return config
+
+
 def chat_template(stored: StoredPolicy) -> chat_template_lib.ChatTemplate:
   """Return the chat template of the policy's model.
 
-  A workdir does not hold the chat template of a pretrained model, so that is
-  read from the model's own directory. If the directory is gone, the result is a
-  chat template that refuses every chat.
+  If there is neither the workdir's copy nor the model's own directory, the
+  result is a chat template that refuses every chat.
 
   Raises:
     ConfigError: the template cannot be used.

@@ -24,6 +24,7 @@ from jaxrl_async.assembly import config_checks
 from jaxrl_async.assembly import device_checks
 from jaxrl_async.assembly import frozen_base
 from jaxrl_async.assembly import given as given_lib
+from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import schedules
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.buffer import buffer as buffer_lib
@@ -166,6 +167,8 @@ def _build(
   config, note, shutdown = setup.config, session.progress.note, session.shutdown
   found = resume.find(config, session.workdir, note)
   stored = found.host_state
+  if found.is_new and given.initial_params is None:
+    initial_params.check_is_there(setup)
 
   # The buffer keeps the bound on staleness.
   staleness = _staleness_control(config, found, note)
@@ -225,7 +228,7 @@ def _build(
     )
     totals["run/warm_start_s"] = busy["train"].now() - start_s
     with side_outputs.attempt("tokenizer/"):
-      setup.tokenizer.save(session.workdir / "tokenizer")
+      setup_lib.save_tokenizer(setup, session.workdir / "tokenizer")
     running = []
   else:
     base_record = stored.get(frozen_base.KEY)
@@ -336,6 +339,7 @@ def _client_requests(
     setup.config,
     setup.model,
     setup.tokenizer,
+    setup.pretrained,
     lambda: session.shutdown.supervisor.has_spawned(rollout_thread.NAME),
   )
   session.shutdown.stops(front.close, setup.config.run.join_timeout_s, note)

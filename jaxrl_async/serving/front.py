@@ -192,6 +192,7 @@ def of_a_run(
   config: sections.Config,
   model: configs.ModelConfig,
   tokenizer: tokenizer_lib.Tokenizer,
+  pretrained: pathlib.Path | None,
   is_alive: Callable[[], bool],
 ) -> Front:
   """Return the servers of a training run.
@@ -203,15 +204,20 @@ def of_a_run(
     config: of the run.
     model: the architecture of the policy.
     tokenizer: of the policy.
+    pretrained: directory of the pretrained model that it began with, if any.
     is_alive: returns whether the rollout worker runs.
 
   Raises:
     ConfigError: an address cannot be bound, or the chat template is damaged.
   """
+  directory = pretrained or config.model.tokenizer
+  chat_template = chat_template_lib.ChatTemplate(None)
+  if directory:
+    chat_template = load_chat_template(pathlib.Path(directory))
   return Front(
     settings,
     tokenizer=tokenizer,
-    chat_template=load_chat_template(pathlib.Path(config.model.name)),
+    chat_template=chat_template,
     cache_tokens=config.rollout.cache_tokens,
     vocab_size=model.vocab_size,
     is_alive=is_alive,

@@ -164,7 +164,7 @@ class FineTuning:
   def run(self) -> dict[str, Any]:
     """Train to the end, and return the fields of the summary."""
     start_s = time.perf_counter()
-    self._setup.tokenizer.save(self._workdir / "tokenizer")
+    setup_lib.save_tokenizer(self._setup, self._workdir / "tokenizer")
     trainer, section = self._trainer, self._section
     # The checkpoint is written first. In a workdir that has metrics but no
     # checkpoint, the checkpoint was lost.

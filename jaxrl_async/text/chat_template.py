@@ -137,7 +137,7 @@ class ChatTemplate:
       TypeError,
       ValueError,
     ) as error:
-      reason = str(error) or type(error).__name__
+      reason = " ".join(str(error).split()) or type(error).__name__
       raise ChatTemplateError(f"the chat template refused: {reason}") from error
 
   def check(
@@ -348,7 +348,7 @@ def _compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
   except jinja2.TemplateSyntaxError as error:
     raise ChatTemplateError(
-      f"chat_template, line {error.lineno}: {error}"
+      f"chat_template, line {error.lineno}: {' '.join(str(error).split())}"
     ) from error
   except RecursionError as error:
     raise ChatTemplateError("chat_template: it is nested too deeply") from error
@@ -422,6 +422,19 @@ def sources(
       " nor a list of named templates"
     )
   return {name: (path, source) for name, source in named.items()}
+
+
+def copy_to(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Write the templates of a tokenizer's directory into files of their own.
+
+  Raises:
+    ValueError: a file is damaged.
+    OSError: a file cannot be written.
+  """
+  for name, (_, text) in sources(source).items():
+    path = target / (_FILE if name == "default" else f"{_FOLDER}/{name}.jinja")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def _without_template(messages: Messages) -> str:
