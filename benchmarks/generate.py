@@ -13,6 +13,8 @@ compiling is not counted.
     tokens_per_s     written tokens over wall-clock time, up to each drawn
                      length
     vs_transformers  ours over theirs, median of the ratios of the repeats
+    vs_vllm          with --vllm: the same over vLLM for CPUs (vllm_generate.py,
+                     in an environment that uv makes)
     cpu_time_ratio   theirs over ours, in time on cores. Where other work shares
                      the machine, this number is steadier than the one above.
     occupancy        written tokens per slot and decode step, while work waits
@@ -32,9 +34,9 @@ With --adopt the rows are different: other weights are adopted every few calls,
 with caches recomputed or kept, and a column has the time of one adoption with
 all slots busy.
 
-Hardware: two CPU cores, float32, for the rows cpu-1m and cpu-10m. The other
-rows need a GPU, use bfloat16 and have not been measured yet. Time: six minutes
-with --repeats=1, most of it in transformers. Result: docs/results.md has the
+Hardware: two CPU cores, float32, for the rows cpu-1m, cpu-10m and cpu-135m. The
+other rows need a GPU and use bfloat16. Time: eight minutes with --repeats=1,
+most of it in transformers. Result: docs/results.md has the
 table.
 
 The last line of standard output is one JSON object.
@@ -85,6 +87,7 @@ _STEPS_PER_CALL = flags.DEFINE_integer(
 _TRANSFORMERS = flags.DEFINE_boolean(
   "transformers", True, "Compare with transformers.generate."
 )
+_VLLM = flags.DEFINE_boolean("vllm", False, "Compare with vLLM for CPUs too.")
 _ADOPT = flags.DEFINE_boolean("adopt", False, "Measure adoptions instead.")
 _ADOPT_EVERY = flags.DEFINE_integer(
   "adopt_every", 16, "Calls between adoptions.", lower_bound=1
@@ -98,6 +101,12 @@ _COMPILE_CACHE = flags.DEFINE_string(
   "compile_cache", "", "Directory of a persistent XLA cache; none if empty."
 )
 
+_PEERS = pathlib.Path(__file__).with_name("peers")
+_VLLM_PYTHON = (
+  *("uv", "run", "--isolated", "--no-project", "--python", "3.11"),
+  *("--with-requirements", str(_PEERS / "vllm.txt"), "python"),
+)
+
 # Columns of the table, and their formats.
 _COLUMNS = {
   "case": "",
@@ -105,6 +114,8 @@ _COLUMNS = {
   "transformers_tokens_per_s": ".0f",
   "vs_transformers": ".2f",
   "cpu_time_ratio": ".2f",
+  "vllm_tokens_per_s": ".0f",
+  "vs_vllm": ".2f",
   "occupancy": ".3f",
   "ms_per_step": ".2f",
   "host_frac": ".3f",
@@ -128,26 +139,34 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
   engine = generation.engine(case, _SEED.value)
   versions = [generation.params(engine, _SEED.value, 0)]
   generation.run(engine, versions, workload)
-  reference = None
+  work = {
+    "model": dataclasses.asdict(case.model),
+    "dtype": case.dtype,
+    "slots": case.sizes.num_slots,
+    "cache_tokens": case.sizes.cache_tokens,
+    "prompts": [p.tolist() for p in workload.prompts],
+    "completion_tokens": workload.completion_tokens.tolist(),
+  }
+  path = directory / f"{name}.json"
+  reference = vllm = None
   if _TRANSFORMERS.value and side_by_side.has_transformers():
-    reference = side_by_side.Reference(
-      "transformers_generate.py",
-      directory / f"{name}.json",
-      {
-        "model": dataclasses.asdict(case.model),
-        "dtype": case.dtype,
-        "slots": case.sizes.num_slots,
-        "cache_tokens": case.sizes.cache_tokens,
-        "prompts": [p.tolist() for p in workload.prompts],
-        "completion_tokens": workload.completion_tokens.tolist(),
-      },
+    reference = side_by_side.Reference("transformers_generate.py", path, work)
+  if _VLLM.value:
+    vllm = side_by_side.Reference(
+      "vllm_generate.py",
+      path,
+      work,
+      python=_VLLM_PYTHON,
+      variables={"UV_OVERRIDE": str(_PEERS / "vllm_overrides.txt")},
     )
-  runs, theirs = [], []
+  runs, theirs, of_vllm = [], [], []
   for _ in range(_REPEATS.value):
     record = generation.run(engine, versions, workload)
     runs.append(roofline.measure(case, engine, workload, record))
     if reference:
       theirs.append(reference.run())
+    if vllm:
+      of_vllm.append(vllm.run())
   row: dict[str, Any] = {
     "case": name,
     "num_params": case.model.num_params,
@@ -155,6 +174,8 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
     "vs_transformers": None,
     "vs_transformers_repeats": None,
     "cpu_time_ratio": None,
+    "vllm_tokens_per_s": None,
+    "vs_vllm": None,
     **side_by_side.median(runs),
   }
   if reference:
@@ -171,6 +192,16 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
       ),
       "transformers_tokens_per_s": side_by_side.median(theirs)["tokens_per_s"],
       "transformers_variant": theirs[0]["variant"],
+    }
+  if vllm:
+    vllm.close()
+    row |= {
+      "vllm_tokens_per_s": side_by_side.median(of_vllm)["tokens_per_s"],
+      "vllm_variant": of_vllm[0]["variant"],
+      "vs_vllm": statistics.median(
+        ours["tokens_per_s"] / other["tokens_per_s"]
+        for ours, other in zip(runs, of_vllm, strict=True)
+      ),
     }
   _print_profile(row)
   return row

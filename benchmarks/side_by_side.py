@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 import importlib.util
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -11,30 +12,37 @@ from typing import Any
 
 
 class Reference:
-  """The process that does the same work with PyTorch and transformers.
+  """The process that does the same work with PyTorch, or with vLLM.
 
   Args:
     script: a file beside this one. It reads the work from a file, prints what
       it tried, and then does the work once for each line of its input.
     path: file that the work is written to.
     work: what the script reads, as JSON.
+    python: the command of its interpreter; by default this one.
+    variables: further ones of its environment.
   """
 
-  def __init__(self, script: str, path: pathlib.Path, work: dict[str, Any]):
+  def __init__(
+    self,
+    script: str,
+    path: pathlib.Path,
+    work: dict[str, Any],
+    *,
+    python: Sequence[str] = (sys.executable,),
+    variables: Mapping[str, str] | None = None,
+  ):
     path.write_text(json.dumps(work))
     self._script = script
     self._process = subprocess.Popen(
-      [
-        sys.executable,
-        str(pathlib.Path(__file__).with_name(script)),
-        str(path),
-      ],
+      [*python, str(pathlib.Path(__file__).with_name(script)), str(path)],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
+      env=os.environ | dict(variables or {}),
     )
     for name, tried in self._read().items():
-      print(f"  transformers, {name}: {tried}")
+      print(f"  {script.partition('_')[0]}, {name}: {tried}")
 
   def _read(self) -> dict[str, Any]:
     assert self._process.stdout is not None

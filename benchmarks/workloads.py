@@ -2,7 +2,8 @@
 
 Lengths have a long tail, as completions of a reasoning model do: they are
 lognormal and cut at what the cache holds. The CPU's cases are Qwen2 shapes of
-1.04 and 9.99 million parameters.
+1.04, 9.99 and 135 million parameters; the last has the sizes of SmolLM2-135M,
+and 32 completions of 128 tokens.
 """
 
 import dataclasses
@@ -148,8 +149,9 @@ CPU_CASES = {
         rope_theta=100_000.0,
         has_qkv_bias=True,  # Llama has none, and the peers build a Qwen2
       ),
-      num_groups=8,
+      num_groups=32,
     ),
+    group_size=1,
     completion_sigma=0.0,
     completion_median=128,
   ),
