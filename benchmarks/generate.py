@@ -101,12 +101,6 @@ _COMPILE_CACHE = flags.DEFINE_string(
   "compile_cache", "", "Directory of a persistent XLA cache; none if empty."
 )
 
-_PEERS = pathlib.Path(__file__).with_name("peers")
-_VLLM_PYTHON = (
-  *("uv", "run", "--isolated", "--no-project", "--python", "3.11"),
-  *("--with-requirements", str(_PEERS / "vllm.txt"), "python"),
-)
-
 # Columns of the table, and their formats.
 _COLUMNS = {
   "case": "",
@@ -156,8 +150,7 @@ def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
       "vllm_generate.py",
       path,
       work,
-      python=_VLLM_PYTHON,
-      variables={"UV_OVERRIDE": str(_PEERS / "vllm_overrides.txt")},
+      python=("uv", "run", "--script"),
     )
   runs, theirs, of_vllm = [], [], []
   for _ in range(_REPEATS.value):

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 import importlib.util
 import json
-import os
 import pathlib
 import statistics
 import subprocess
@@ -20,7 +19,6 @@ class Reference:
     path: file that the work is written to.
     work: what the script reads, as JSON.
     python: the command of its interpreter; by default this one.
-    variables: further ones of its environment.
   """
 
   def __init__(
@@ -30,7 +28,6 @@ class Reference:
     work: dict[str, Any],
     *,
     python: Sequence[str] = (sys.executable,),
-    variables: Mapping[str, str] | None = None,
   ):
     path.write_text(json.dumps(work))
     self._script = script
@@ -39,7 +36,6 @@ class Reference:
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
-      env=os.environ | dict(variables or {}),
     )
     for name, tried in self._read().items():
       print(f"  {script.partition('_')[0]}, {name}: {tried}")

