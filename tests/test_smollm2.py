@@ -170,7 +170,7 @@ def train(directory, workdir, variant="", **settings):
     "algorithm.filter_zero_std": False,
     "train.num_steps": NUM_STEPS,
     "rollout.num_slots": 16,
-    "rollout.max_completion_tokens": 8,
+    "train.rows_per_microbatch": 2,
     "eval.num_items": 8,
     "eval.every": 0,
     "run.checkpoint_every": 4,
