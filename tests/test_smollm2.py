@@ -193,7 +193,8 @@ def ended(run):
 def check_export(workdir, directory):
   """transformers answers as the run's policy does, from what it exports."""
   output = workdir / "exported"
-  ended(launch("export.py", f"--checkpoint={workdir}", f"--output={output}"))
+  where = f"--checkpoint={workdir}", f"--output={output}"
+  ended(launch("export.py", *where, "--dtype=float32"))
   theirs = Theirs(output)
   before = Theirs(directory)
   policy = jaxrl_async.load(workdir, num_slots=16)
