@@ -4,9 +4,9 @@
       --model=/tmp/smollm2/model
 
 Runs configs/smollm2.py, once for each of --variants and --seeds, and compares
-the policy at the end with the pretrained model. --model is that of
-`model.name`: a name, or a directory. Where no hub can be reached,
-smollm2_model.py writes one.
+the policy at the end with the pretrained model. --model names the model, as the
+setting `model.name` does, by a directory or a name of the hub. Where no hub can
+be reached, smollm2_model.py writes such a directory.
 
 Everything is kept in --directory. A command that was stopped goes on there with
 the run that it was in. Prints, for each run, its held-out accuracies and some

@@ -2,7 +2,7 @@
 
     uv run launch/train.py --config=configs/smollm2.py --workdir=/tmp/smollm2
 
-Hardware: two CPU cores and 12 GiB of memory, for most of an hour. The model has
+Hardware: two CPU cores and 16 GB of memory, for most of an hour. The model has
 135 million parameters and comes from Hugging Face's hub; --config.model.name
 may also be its directory, which benchmarks/smollm2_model.py can write.
 
@@ -10,7 +10,7 @@ may also be its directory, which benchmarks/smollm2_model.py can write.
 
 The pretrained model mostly begins to explain how one would find out, and is cut
 off after 24 tokens. The variant "lora" trains adapters of rank 16 alone.
-benchmarks/pretrained.py runs both, and docs/results.md has the result.
+benchmarks/pretrained.py runs both. docs/results.md has the result of the first.
 """
 
 from ml_collections import config_dict
@@ -68,7 +68,7 @@ def get_config(variant: str = "") -> sections.Config:
       groups_per_step=8,
       num_minibatches=1,
       max_staleness=2,
-      # At first most groups have no right answer.
+      # Groups that are all right or all wrong teach nothing.
       filter_zero_std=True,
       proximal=sections.ProximalMode.REUSE,
     ),

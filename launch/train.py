@@ -123,9 +123,9 @@ def _devices() -> Sequence[Any]:
 def _divide_cpu(mesh: sections.MeshSection) -> None:
   """Have a CPU appear as all devices of a mesh, if it has cores for them.
 
-  It appears as two without this, one for each slice. The number is at most that
-  of the cores and one more, because generation often leaves its core to
-  training. JAX has not looked for devices yet.
+  Without this, a CPU appears as two devices, one for each slice. There is at
+  most one device more than there are cores, because generation often leaves its
+  core to training. JAX has not looked for devices yet.
   """
   import jax
 
