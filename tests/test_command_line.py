@@ -333,3 +333,21 @@ def test_what_a_dry_run_compiles_is_listed_by_slice():
   for name in ("proximal", "update", "publish", "prefill", "decode"):
     assert f"\n  {name} " in done.stdout
   assert "training slice: " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_cpu_appears_as_all_devices_of_a_mesh_that_its_cores_can_carry():
+  """Besides a device for generation, a device for each core that trains."""
+  cores = len(os.sched_getaffinity(0))
+  for count, is_enough in ((cores, True), (cores + 1, False)):
+    done = launch(
+      f"--config={TINY}",
+      "--dry_run",
+      f"--config.mesh.train_data={count}",
+      f"--config.train.rows_per_microbatch={count}",
+      f"--config.warm_start.rows_per_batch={count}",
+    )
+    if is_enough:
+      assert f"rollout slice    cpu:{count} " in done.stdout, done.stderr
+    else:
+      assert "mesh" in error_of(done)
