@@ -84,6 +84,9 @@ _STEPS_PER_CALL = flags.DEFINE_integer(
   "Decode steps of a call; 0 takes the case's.",
   lower_bound=0,
 )
+_DTYPE = flags.DEFINE_enum(
+  "dtype", None, ["float32", "bfloat16"], "Dtype; by default the case's."
+)
 _TRANSFORMERS = flags.DEFINE_boolean(
   "transformers", True, "Compare with transformers.generate."
 )
@@ -123,7 +126,8 @@ def _case(name: str) -> workloads.Case:
   case = _CASES[name]
   steps = _STEPS_PER_CALL.value or case.sizes.decode_steps_per_call
   sizes = dataclasses.replace(case.sizes, decode_steps_per_call=steps)
-  return dataclasses.replace(case, sizes=sizes)
+  dtype = _DTYPE.value or case.dtype
+  return dataclasses.replace(case, sizes=sizes, dtype=dtype)
 
 
 def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
@@ -283,7 +287,7 @@ def main(argv: Sequence[str]) -> None:
         rows.append(_row(name, pathlib.Path(directory)))
   peaks = {
     dtype: dataclasses.asdict(roofline.peaks(dtype))
-    for dtype in sorted({_CASES[name].dtype for name in names})
+    for dtype in sorted({_case(name).dtype for name in names})
   }
   for dtype, peak in peaks.items():
     print(

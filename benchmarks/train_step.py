@@ -139,6 +139,9 @@ _REPEATS = flags.DEFINE_integer(
   "repeats", 3, "How often each row is measured.", lower_bound=1
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and lengths.")
+_DTYPE = flags.DEFINE_enum(
+  "dtype", None, ["float32", "bfloat16"], "Dtype; by default the case's."
+)
 _REMAT = flags.DEFINE_enum_class(
   "remat", None, sections.Remat, "Rematerialisation; by default the case's."
 )
@@ -311,6 +314,7 @@ def _reference(
 def _row(name: str, directory: pathlib.Path) -> dict[str, Any]:
   """Measure one case against cross-entropy, PyTorch and the matmul rate."""
   case = _CASES[name]
+  case = dataclasses.replace(case, dtype=_DTYPE.value or case.dtype)
   lengths = packed_lengths.draw_lengths(
     case.num_trajectories, _SEED.value, scale=case.scale
   )

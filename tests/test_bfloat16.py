@@ -169,7 +169,7 @@ def test_likelihood_over_a_vocabulary_of_152k(vocab_chunk):
     def total(hidden):
       found = likelihood.token_logprobs_and_entropy(
         hidden,
-        head,
+        head.T,
         ids,
         jnp.ones_like(ids),
         temperature=1.0,

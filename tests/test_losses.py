@@ -40,7 +40,7 @@ def logprobs_and_entropy(
 ):
   return likelihood.token_logprobs_and_entropy(
     jnp.asarray(hidden),
-    jnp.asarray(head),
+    jnp.asarray(head).T,
     jnp.asarray(tokens),
     jnp.asarray(SEGMENT_IDS),
     temperature=temperature,
@@ -116,7 +116,7 @@ def test_large_logits_stay_finite_and_right():
   hidden = jnp.ones((1, 2, 1), jnp.float32)
   logprobs, entropy = likelihood.token_logprobs_and_entropy(
     hidden,
-    head,
+    head.T,
     jnp.asarray([[0, 2]]),
     jnp.ones((1, 2), jnp.int32),
     temperature=1.0,
@@ -191,7 +191,7 @@ def test_no_array_is_larger_than_a_chunk():
   rows, tokens, vocab, chunk = 2, 16, 4096, 64
   shapes = (
     jnp.zeros((rows, tokens, 8)),
-    jnp.zeros((8, vocab)),
+    jnp.zeros((vocab, 8)),
     jnp.zeros((rows, tokens), jnp.int32),
     jnp.ones((rows, tokens), jnp.int32),
   )

@@ -268,7 +268,9 @@ def test_the_trainers_packed_forward_is_that_of_transformers(pair):
   @jax.jit
   def forward(params):
     hidden = tiny.hidden_states(pair.model, params, batch)
-    return hidden @ transformer.bind(pair.model, params, is_stacked=True).head()
+    return (
+      hidden @ transformer.bind(pair.model, params, is_stacked=True).head().T
+    )
 
   logits = np.asarray(forward(pair.params))[0]
   logprobs = tiny.trainer_logprobs(pair.params, sequences, model=pair.model)

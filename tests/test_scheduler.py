@@ -316,7 +316,7 @@ def mixed_logprobs(tokens, switch=12):
     jnp.asarray(batch.positions),
     attend,
   )
-  logprobs = np.asarray(jax.nn.log_softmax(hidden[0] @ model.head()))
+  logprobs = np.asarray(jax.nn.log_softmax(hidden[0] @ model.head().T))
   return np.pad(logprobs[np.arange(len(tokens) - 1), tokens[1:]], (1, 0))
 
 

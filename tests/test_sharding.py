@@ -252,7 +252,7 @@ def test_a_vocabulary_in_parts_is_the_whole(vocab_chunk):
   def both(hidden, head, **options):
     logprobs, entropy = likelihood.token_logprobs_and_entropy(
       hidden,
-      head,
+      head.T,
       jnp.asarray(tokens),
       jnp.asarray(test_losses.SEGMENT_IDS),
       temperature=test_losses.TEMPERATURE,

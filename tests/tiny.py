@@ -171,7 +171,7 @@ def _logits(model):
     )
     hidden = hidden_states(model, params, batch)
     head = transformer.bind(model, params, is_stacked=True).head()
-    return hidden[0] @ head
+    return hidden[0] @ head.T
 
   return lambda params, tokens: np.asarray(compute(params, tokens))
 

@@ -5,7 +5,7 @@ Everything is float32, whatever dtype the model computes in.
 The logits of a batch, [B, T, V], would be its largest array by far: with 8,192
 tokens and a vocabulary of 152,064 they take 5 GB, and their gradient takes as
 much again. They are therefore never made as a whole. Both passes walk over the
-vocabulary in chunks of columns:
+vocabulary in chunks of entries:
 
 - The forward pass keeps a running maximum, a running sum of exponentials and a
   running first moment. This is the online softmax of arXiv:1805.02867, extended
@@ -15,7 +15,7 @@ vocabulary in chunks of columns:
   logit, so every chunk is independent of the others.
 
 On a mesh whose rules split the vocabulary, each device owns one contiguous part
-of the columns. A chunk then takes some columns of every part, so that all
+of the entries. A chunk then takes some entries of every part, so that all
 devices work on every chunk. The running values carry an axis over the parts,
 and the parts are combined once, after the walk.
 """
@@ -31,11 +31,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.models import products
 
 
 def token_logprobs_and_entropy(
   hidden: Float[Array, "B T D"],
-  head: Float[Array, "D V"],
+  head: Float[Array, "V D"],
   tokens: Int[Array, "B T"],
   segment_ids: Int[Array, "B T"],
   *,
@@ -47,7 +48,7 @@ def token_logprobs_and_entropy(
 
   logprobs[t] = log p_t(tokens[t])
   entropy[t]  = - sum_v p_t(v) log p_t(v)
-  p_t         = softmax(hidden[t - 1] @ head / temperature)
+  p_t         = softmax(head @ hidden[t - 1] / temperature)
 
   Only this and `value_functions.before_tokens` shift positions by one. The
   first token of a segment and padding get 0 in both results, and no gradient.
@@ -57,7 +58,8 @@ def token_logprobs_and_entropy(
   Args:
     hidden: final hidden states, after the last norm. The product with head is
       computed in their dtype and accumulated in float32.
-    head: output projection; with tied embeddings, the transposed embedding.
+    head: a vector for each vocabulary entry; with tied embeddings, the
+      embedding.
     temperature: the sampling temperature, which divides the logits.
     vocab_chunk: number of vocabulary entries per chunk; [B, T, vocab_chunk] is
       the largest array that is made.
@@ -86,23 +88,23 @@ def token_logprobs_and_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-  """A walk over the vocabulary, which consists of S parts of W columns each."""
+  """A walk over the vocabulary, which consists of S parts of W entries each."""
 
   temperature: float
   vocab_chunk: int
   layout: mesh_lib.Layout | None
 
-  def in_parts(self, head: Float[Array, "D V"]) -> Float[Array, "D S W"]:
-    """Split the columns into the parts that the mesh distributes."""
+  def in_parts(self, head: Float[Array, "V D"]) -> Float[Array, "S W D"]:
+    """Split the entries into the parts that the mesh distributes."""
     num_parts = self.layout.parts("vocab") if self.layout else 1
-    return head.reshape(head.shape[0], num_parts, -1)
+    return head.reshape(num_parts, -1, head.shape[1])
 
   def over(
-    self, step: Callable, carry: Any, head: Float[Array, "D S W"]
+    self, step: Callable, carry: Any, head: Float[Array, "S W D"]
   ) -> Any:
-    """Thread carry through step(carry, start, width) over all columns."""
-    size = head.shape[2]
-    width = min(size, max(1, self.vocab_chunk // head.shape[1]))
+    """Thread carry through step(carry, start, width) over all entries."""
+    num_parts, size, _ = head.shape
+    width = min(size, max(1, self.vocab_chunk // num_parts))
     num_whole, rest = divmod(size, width)
     # A loop of one trip would keep XLA from fusing its body with what surrounds
     # it, so a single chunk is computed without a loop.
@@ -114,39 +116,37 @@ class _Walk:
       )
     return step(carry, num_whole * width, rest) if rest else carry
 
-  def columns(
+  def chunk(
     self,
     hidden: Array,
-    head: Float[Array, "D S W"],
+    head: Float[Array, "S W D"],
     start: int | Array,
     width: int,
-  ) -> Float[Array, "D S C"]:
-    """Return the columns of one chunk, gathered over the axes that split D."""
-    columns = lax.dynamic_slice_in_dim(head, start, width, axis=2)
+  ) -> Float[Array, "S C D"]:
+    """Return the entries of one chunk, gathered over the axes that split D."""
+    chunk = lax.dynamic_slice_in_dim(head, start, width, axis=1)
     # The head is split over D as well. The chunk is cut out and cast first and
     # gathered afterwards, so that a device never holds the whole head and the
     # gather moves the dtype that is computed in.
-    columns = self.split(columns, "embed", "vocab", None).astype(hidden.dtype)
-    return self.split(columns, None, "vocab", None)
+    chunk = self.split(chunk, "vocab", None, "embed").astype(hidden.dtype)
+    return self.split(chunk, "vocab", None, None)
 
   def logits(
-    self, hidden: Float[Array, "B T D"], columns: Float[Array, "D S C"]
+    self, hidden: Float[Array, "B T D"], chunk: Float[Array, "S C D"]
   ) -> Float[Array, "B T S C"]:
     """Return the scaled float32 logits of one chunk."""
-    logits = jnp.einsum(
-      "btd,dsc->btsc", hidden, columns, preferred_element_type=jnp.float32
-    )
+    logits = products.contract(hidden, chunk, (2,), jnp.float32)
     logits = self.split(logits, "batch", "tokens", "vocab", None)
     return logits / self.temperature
 
   def whole_logits(
-    self, hidden: Float[Array, "B T D"], head: Float[Array, "D S W"]
+    self, hidden: Float[Array, "B T D"], head: Float[Array, "S W D"]
   ) -> Float[Array, "B T S W"] | None:
     """Return all logits if they fit into one chunk, else None."""
-    width = head.shape[2]
-    if self.vocab_chunk < head.shape[1] * width:
+    num_parts, width, _ = head.shape
+    if self.vocab_chunk < num_parts * width:
       return None
-    return self.logits(hidden, self.columns(hidden, head, 0, width))
+    return self.logits(hidden, self.chunk(hidden, head, 0, width))
 
   def split(self, array: Array, *axes: str | None) -> Array:
     """Constrain how an array is split over the mesh, if there is one."""
@@ -158,21 +158,22 @@ _Running = tuple[Array, Array, Array, Array]
 
 
 def _index(
-  targets: Int[Array, "B T"], head: Float[Array, "D S W"], start: int | Array
+  targets: Int[Array, "B T"], head: Float[Array, "S W D"], start: int | Array
 ) -> Int[Array, "B T S"]:
-  """Return each target's column, counted from `start` within each part.
+  """Return each target's entry, counted from `start` within each part.
 
   A value outside the chunk, negative ones included, means that the target is
-  not among the columns of this part.
+  not among the entries of this part.
   """
-  first = jnp.arange(head.shape[1], dtype=targets.dtype) * head.shape[2]
+  num_parts, width, _ = head.shape
+  first = jnp.arange(num_parts, dtype=targets.dtype) * width
   return targets[..., None] - first[None, None] - start
 
 
 def _next_logprobs_and_entropy(
   walk: _Walk,
   hidden: Float[Array, "B T D"],
-  head: Float[Array, "D V"],
+  head: Float[Array, "V D"],
   targets: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Return the logprob of targets[t] under hidden[t], and the entropy.
@@ -191,7 +192,7 @@ def _next_logprobs_and_entropy(
 def _forward(
   walk: _Walk,
   hidden: Float[Array, "B T D"],
-  head: Float[Array, "D V"],
+  head: Float[Array, "V D"],
   targets: Int[Array, "B T"],
 ) -> tuple[tuple[Array, Array], Any]:
   """Walk over the vocabulary once, with a running maximum m per part.
@@ -224,7 +225,7 @@ def _forward(
     largest, total, moment, target_logits = carry
     logits = kept
     if logits is None:
-      logits = walk.logits(hidden, walk.columns(hidden, parts, start, width))
+      logits = walk.logits(hidden, walk.chunk(hidden, parts, start, width))
     new_largest = jnp.maximum(largest, logits.max(-1))
     centred = logits - new_largest[..., None]
     weights = jnp.exp(centred)
@@ -240,7 +241,7 @@ def _forward(
     target_logits = jnp.where(is_here, found, target_logits)
     return new_largest, total, moment, target_logits
 
-  zeros = jnp.zeros((*targets.shape, parts.shape[1]), jnp.float32)
+  zeros = jnp.zeros((*targets.shape, parts.shape[0]), jnp.float32)
   zeros = walk.split(zeros, "batch", "tokens", "vocab")
   # The initial maximum is finite. With -inf, the first step would compute
   # `total * drop` as 0 * -inf, which is NaN.
@@ -263,7 +264,7 @@ def _forward(
 
 def _backward(
   walk: _Walk, residuals: Any, cotangents: Any
-) -> tuple[Float[Array, "B T D"], Float[Array, "D V"], None]:
+) -> tuple[Float[Array, "B T D"], Float[Array, "V D"], None]:
   """Walk over the vocabulary again, computing the logits of each chunk anew.
 
   d logprob / d l_v = [v = target] - p_v
@@ -283,38 +284,35 @@ def _backward(
     carry: tuple[Array, Array], start: int | Array, width: int
   ) -> tuple[Array, Array]:
     d_hidden, d_parts = carry
-    columns = walk.columns(hidden, parts, start, width)
-    logits = walk.logits(hidden, columns) if kept is None else kept
+    chunk = walk.chunk(hidden, parts, start, width)
+    logits = walk.logits(hidden, chunk) if kept is None else kept
     logprobs = logits - log_z
-    columns_here = lax.broadcasted_iota(targets.dtype, (1, 1, 1, width), 3)
-    is_target = columns_here == _index(targets, parts, start)[..., None]
+    entries_here = lax.broadcasted_iota(targets.dtype, (1, 1, 1, width), 3)
+    is_target = entries_here == _index(targets, parts, start)[..., None]
     d_logits = jnp.where(is_target, d_logprobs, 0) - jnp.exp(logprobs) * (
       d_logprobs + d_entropy * (logprobs + entropy)
     )
     d_logits = (d_logits / walk.temperature).astype(hidden.dtype)
     # XLA runs a batched product with a batch of one more slowly than the plain
     # product, so the axis of parts is left out where there is one part.
-    is_split = columns.shape[1] > 1
-    products = jnp.einsum(
-      "btsc,dsc->btsd" if is_split else "btsc,dsc->btd",
-      d_logits,
-      columns,
-      preferred_element_type=jnp.float32,
-    )
-    d_hidden += products if is_split else products[:, :, None]
-    d_columns = jnp.einsum(
-      "btd,btsc->dsc", hidden, d_logits, preferred_element_type=jnp.float32
-    )
-    d_columns = walk.split(d_columns.astype(head.dtype), "embed", "vocab", None)
-    d_parts = lax.dynamic_update_slice_in_dim(d_parts, d_columns, start, axis=2)
+    if chunk.shape[0] > 1:
+      d_hidden += jnp.einsum(
+        "btsc,scd->btsd", d_logits, chunk, preferred_element_type=jnp.float32
+      )
+    else:
+      added = products.contract(d_logits, chunk, (0, 1), jnp.float32)
+      d_hidden += added[:, :, None]
+    d_chunk = products.outer(d_logits, hidden, 2, jnp.float32)
+    d_chunk = walk.split(d_chunk.astype(head.dtype), "vocab", None, "embed")
+    d_parts = lax.dynamic_update_slice_in_dim(d_parts, d_chunk, start, axis=1)
     return d_hidden, d_parts
 
   b, t, d = hidden.shape
-  d_hidden = jnp.zeros((b, t, parts.shape[1], d), jnp.float32)
+  d_hidden = jnp.zeros((b, t, parts.shape[0], d), jnp.float32)
   d_hidden = walk.split(d_hidden, "batch", "tokens", "vocab", None)
-  d_parts = walk.split(jnp.zeros_like(parts), "embed", "vocab", None)
+  d_parts = walk.split(jnp.zeros_like(parts), "vocab", None, "embed")
   d_hidden, d_parts = walk.over(step, (d_hidden, d_parts), parts)
-  # Each part summed over its own columns during the walk. Summing over the
+  # Each part summed over its own entries during the walk. Summing over the
   # parts here takes one reduction between devices instead of one per chunk.
   d_hidden = d_hidden.sum(2).astype(hidden.dtype)
   return d_hidden, d_parts.reshape(head.shape), None

@@ -149,6 +149,7 @@ class Engine(jetstream_api.Engine):
       seed=seed,
       num_end_tokens=self.num_end_tokens,
       dtype=self.dtype,
+      cache_dtype=jnp.dtype("float32") if is_cpu else self.dtype,
     )
     self._has_adapters = programs.has_adapters
     self._jitted = jitted_lib.make(

@@ -29,7 +29,8 @@ class Programs:
     prefill_attention: attention for prefilling whole rows at once.
     seed: seed of the run, from which the key of every token is derived.
     num_end_tokens: number of end tokens that fit into a slot.
-    dtype: dtype of weights, activations and cache.
+    dtype: dtype of weights and activations.
+    cache_dtype: dtype of cached keys and values.
   """
 
   model: configs.ModelConfig
@@ -39,6 +40,7 @@ class Programs:
   seed: int
   num_end_tokens: int
   dtype: jnp.dtype
+  cache_dtype: jnp.dtype
 
   @property
   def has_adapters(self) -> bool:
@@ -49,7 +51,7 @@ class Programs:
     """Return a state with an empty cache and every slot idle."""
     b = self.sizes.num_slots
     return DecodeState(
-      cache=self.layout.init(self.model, self.dtype),
+      cache=self.layout.init(self.model, self.cache_dtype),
       tokens=jnp.zeros((b,), jnp.int32),
       positions=jnp.zeros((b,), jnp.int32),
       is_active=jnp.zeros((b,), bool),
@@ -82,7 +84,7 @@ class Programs:
       mixed = self.prefill_attention(
         query, key, value, lengths, sliding_window=windows[layer]
       )
-      return mixed, kv_cache.from_prefill(key, value, self.dtype)
+      return mixed, kv_cache.from_prefill(key, value, self.cache_dtype)
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(tokens, self.dtype)
@@ -109,7 +111,7 @@ class Programs:
     """
     rows, width = tokens.shape
     cache = kv_cache.empty_rows(
-      self.model, rows=rows, tokens=width, dtype=self.dtype
+      self.model, rows=rows, tokens=width, dtype=self.cache_dtype
     )
     if shared is not None:
       cache = [
@@ -135,7 +137,7 @@ class Programs:
     def attend(
       layer: int, query: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, kv_cache.Layer]:
-      added = kv_cache.from_prefill(key, value, self.dtype)
+      added = kv_cache.from_prefill(key, value, self.cache_dtype)
       written = kv_cache.extend_rows(prefix.cache[layer], added, start)
       mixed = kv_cache.attend_rows(
         written, query, start, sliding_window=windows[layer]

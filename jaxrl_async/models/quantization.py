@@ -15,7 +15,6 @@ as the output head, its error would enter at both ends of the model.
 """
 
 from collections.abc import Callable
-import math
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ import qwix
 
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
+from jaxrl_async.models import products
 
 _TYPES = {
   sections.WeightFormat.INT8: "int8",
@@ -161,51 +161,33 @@ def dequantize(params: Any) -> Any:
 
 
 def _plain_product(
-  equation: str, dtype: Any, x: Float[Array, "..."], kernel: Float[Array, "..."]
+  num_in: int, dtype: Any, x: Float[Array, "..."], kernel: Float[Array, "..."]
 ) -> Float[Array, "..."]:
   """Return the product in `dtype`, with the kernel cast to the type of x."""
-  return jnp.einsum(
-    equation, x, kernel.astype(x.dtype), preferred_element_type=dtype
-  )
+  summed = tuple(range(num_in))
+  return products.contract(x, kernel.astype(x.dtype), summed, dtype or x.dtype)
 
 
 def _plain_gradients(
-  equation: str, dtype: Any, inputs: Any, d_out: Float[Array, "..."]
+  num_in: int, dtype: Any, inputs: Any, d_out: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
   """Return the gradients that JAX would compute, with operands reordered.
 
-  In JAX's order, XLA's CPU backend transposes the wider operand of the kernel's
-  gradient one column at a time, together with all elementwise work before it.
-  That took a third of a train step. The kernel's gradient is accumulated in the
-  kernel's own dtype.
+  In JAX's order, products.outer would take a third of a train step on a CPU.
+  The kernel's gradient is accumulated in the kernel's own dtype.
   """
   del dtype
   x, kernel = inputs
-  num_out = len(equation.partition("->...")[2])
-  num_in = kernel.ndim - num_out
-  rows = tuple(range(x.ndim - num_in))
   d_out = d_out.astype(x.dtype)
-
-  def kernel_gradient(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(
-      lhs, rhs, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype
-    )
-
-  outer = tuple(range(num_in, kernel.ndim))
-  last = tuple(range(len(rows), d_out.ndim))
-  d_x = jax.lax.dot_general(
-    d_out, kernel.astype(x.dtype), ((last, outer), ((), ()))
-  )
-  if math.prod(kernel.shape[:num_in]) <= math.prod(kernel.shape[num_in:]):
-    return d_x, kernel_gradient(x, d_out)
-  d_kernel = kernel_gradient(d_out, x)
-  return d_x, d_kernel.transpose(*range(num_out, kernel.ndim), *range(num_out))
+  channels = tuple(range(num_in, kernel.ndim))
+  d_x = products.contract(d_out, kernel.astype(x.dtype), channels, x.dtype)
+  return d_x, products.outer(x, d_out, x.ndim - num_in, kernel.dtype)
 
 
 _project = jax.custom_vjp(_plain_product, nondiff_argnums=(0, 1))
 _project.defvjp(
-  lambda equation, dtype, x, kernel: (
-    _plain_product(equation, dtype, x, kernel),
+  lambda num_in, dtype, x, kernel: (
+    _plain_product(num_in, dtype, x, kernel),
     (x, kernel),
   ),
   _plain_gradients,
@@ -228,11 +210,9 @@ def _project_plain(
   if num_in > 1:
     # Two summed axes are one axis in memory. XLA's CPU backend does not see
     # that, and transposes the kernel in each decode step.
-    letters = equation.partition(",")[2][:num_in]
-    equation = equation.replace(letters, letters[0])
     x = x.reshape(*x.shape[: x.ndim - num_in], -1)
     kernel = kernel.reshape(-1, *kernel.shape[num_in:])
-  return _project(equation, dtype, x, kernel)
+  return _project(1, dtype, x, kernel)
 
 
 def project(

@@ -23,6 +23,7 @@ import numpy as np
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.models import products
 from jaxrl_async.models import quantization
 from jaxrl_async.models.attention import reference
 
@@ -324,15 +325,18 @@ class Decoder(nnx.Module):
         fan_in=c.model_dim,
       )
 
-  def head(self) -> Float[Array, "D V"]:
-    """Return the matrix that maps final hidden states to logits."""
+  def head(self) -> Float[Array, "V D"]:
+    """Return the vectors whose products with hidden states are logits."""
     if self.config.has_tied_head:
-      return self.embedding[...].T
-    return quantization.dequantize(self.output_head[...])
+      return self.embedding[...]
+    return quantization.dequantize(self.output_head[...]).T
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Return float32 logits; a quantised head is not dequantised as a whole."""
-    head = self.head() if self.config.has_tied_head else self.output_head[...]
+    if self.config.has_tied_head:
+      table = self.embedding[...].astype(hidden.dtype)
+      return products.contract(hidden, table, (1,), jnp.float32)
+    head = self.output_head[...]
     return quantization.project("...d,dv->...v", hidden, head, jnp.float32)
 
   def scalars(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B"]:
@@ -343,7 +347,7 @@ class Decoder(nnx.Module):
     self, tokens: Int[Array, "*B"], dtype: jnp.dtype
   ) -> Float[Array, "*B D"]:
     """Look up tokens; the gradient is summed in the dtype of the embedding."""
-    return self.embedding[...][tokens].astype(dtype)
+    return products.rows(self.embedding[...], tokens).astype(dtype)
 
   def hidden(
     self,
