@@ -10,12 +10,18 @@ may also be its directory, which benchmarks/smollm2_model.py can write.
 
 The pretrained model mostly begins to explain how one would find out, and is cut
 off after 24 tokens. The variant "lora" trains adapters of rank 16 alone.
-benchmarks/pretrained.py runs both. docs/results.md has the result of the first.
+benchmarks/pretrained.py runs both, and docs/results.md has the results.
+
+Products are in bfloat16 on a processor that has instructions for them, and in
+float32 on others, where bfloat16 is slower. To continue a run on another kind
+of processor, set --config.model.compute_dtype and --config.rollout.dtype as
+they are in its config.json.
 """
 
 from ml_collections import config_dict
 
 from jaxrl_async.config import sections
+from jaxrl_async.devices import xla_flags
 
 
 def get_config(variant: str = "") -> sections.Config:
@@ -24,9 +30,11 @@ def get_config(variant: str = "") -> sections.Config:
     variant in ("", "lora"), "variant", f"{sections.shown(variant)}; use lora"
   )
   is_lora = variant == "lora"
+  dtype = "bfloat16" if xla_flags.has_bfloat16() else "float32"
   return sections.Config(
     model=sections.ModelSection(
       name="hf:HuggingFaceTB/SmolLM2-135M-Instruct",
+      compute_dtype=dtype,
       remat=sections.Remat.DOTS,
       lora=sections.LoraSection(rank=16 if is_lora else 0),
     ),
@@ -52,6 +60,7 @@ def get_config(variant: str = "") -> sections.Config:
       reward="numeric",
     ),
     rollout=sections.RolloutSection(
+      dtype=dtype,
       num_slots=64,
       max_prompt_tokens=56,
       max_completion_tokens=24,
@@ -77,7 +86,7 @@ def get_config(variant: str = "") -> sections.Config:
       # Microbatches of 1,024 tokens on each device.
       tokens_per_row=256,
       rows_per_microbatch=8,
-      vocab_chunk=49_152,
+      vocab_chunk=16_384,
       optimizer=sections.OptimizerSection(
         learning_rate=2e-4 if is_lora else 2e-5, warmup_steps=3, b2=0.95
       ),

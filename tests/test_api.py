@@ -109,21 +109,23 @@ def test_the_flag_of_exact_runs_is_set_while_xla_has_not_read_them():
 
 
 @pytest.mark.parametrize(
-  ("processor", "flag"),
+  ("processor", "flag", "has_bfloat16"),
   [
-    ("flags : fpu avx2 avx512f avx512bw", xla_flags.OWN_PRODUCTS),
-    ("flags : fpu avx avx2 fma", ""),
-    (None, ""),
+    ("flags : fpu avx2 avx512f avx512bw", xla_flags.OWN_PRODUCTS, False),
+    ("flags : avx512f avx512_bf16", xla_flags.OWN_PRODUCTS, True),
+    ("flags : fpu avx avx2 fma", "", False),
+    (None, "", False),
   ],
 )
-def test_only_a_processor_with_avx512_needs_the_flag(
-  tmp_path, monkeypatch, processor, flag
+def test_what_depends_on_the_processor(
+  tmp_path, monkeypatch, processor, flag, has_bfloat16
 ):
   path = tmp_path / "cpuinfo"
   if processor is not None:
     path.write_text(processor)
   monkeypatch.setattr(xla_flags, "_PROCESSOR", path)
   assert xla_flags.of_same_bits() == flag
+  assert xla_flags.has_bfloat16() == has_bfloat16
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,15 @@ def of_same_bits() -> str:
   return OWN_PRODUCTS if has_avx512 else ""
 
 
+def has_bfloat16() -> bool:
+  """Return whether the processor multiplies bfloat16, faster than float32."""
+  try:
+    text = _PROCESSOR.read_text()
+  except OSError:
+    return False  # not Linux
+  return "avx512_bf16" in text or "amx_bf16" in text
+
+
 def of_gpus() -> str:
   """Return the flag with which GPUs exchange while they compute.
 

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import jax
+from jax import numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Int
 import numpy as np
@@ -84,7 +85,9 @@ def measured_matmul_flops(
   )()
   multiply = jax.jit(
     jax.shard_map(
-      lambda x: (x[0] @ x[0])[None],
+      lambda x: jnp.matmul(x[0], x[0], preferred_element_type=jnp.float32)[
+        None
+      ],
       mesh=mesh,
       in_specs=each.spec,
       out_specs=each.spec,
