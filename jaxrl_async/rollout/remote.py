@@ -49,9 +49,6 @@ class Said:
     activities: the last of these periods.
     still_s: for how long the thread that generates has not come round, without
       the seconds in which it has compiled.
-    step_s: seconds in which it has generated since it got its name, without
-      those in which it has compiled.
-    num_steps: decode steps that it has made in this time.
   """
 
   name: str
@@ -63,8 +60,6 @@ class Said:
   busy_s: float
   activities: tuple[Activity, ...] = ()
   still_s: float = 0.0
-  step_s: float = 0.0
-  num_steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
