@@ -512,9 +512,8 @@ def meet(
   Args:
     rank: number of this process.
     invitation: of the world; its key is not read.
-    directories: that every process has to see, by the settings that name them.
-      They are created.
-    facts: values by name that have to be the same in each process.
+    directories: as in `key_for_others`.
+    facts: as in `gather`.
 
   Raises:
     ConfigError: one line; the processes cannot work together.

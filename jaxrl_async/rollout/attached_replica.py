@@ -36,8 +36,7 @@ class AttachedReplica:
     """Take over a replica.
 
     Args:
-      replica: the replica.
-      link: that it was created with.
+      link: that the replica was created with.
       busy: of its scheduler.
       report_every_s: seconds between two reports of what is half-written.
       seconds: a clock, which stands still while a program is compiled.

@@ -138,12 +138,7 @@ class RemoteLink:
     name: str,
     new_condition: Callable[[], threading.Condition] = threading.Condition,
   ):
-    """Create a link for a replica of this name.
-
-    Args:
-      name: of the replica.
-      new_condition: makes the condition; on another clock, of another kind.
-    """
+    """Create a link for a replica; a virtual clock has its own conditions."""
     self.name = name
     self._condition = new_condition()
     self._told: list[wire.PackedReport | messages.Adopted] = []
@@ -178,10 +173,6 @@ class RemoteLink:
     with self._condition:
       self._told.append(adopted)
       self._condition.notify_all()
-
-  def drained(self, drained: messages.Drained) -> None:
-    """Do nothing: the coordinator notices when the replica is gone."""
-    del drained
 
   def wait(self, timeout_s: float) -> None:
     """Wait until work has arrived, at most `timeout_s` seconds."""

@@ -130,14 +130,9 @@ class Roster:
       launch: starts the replica of a place, or finds one that was started by an
         earlier start of this run. It does not wait for it.
       spec: what each replica is attached with.
-      num_replicas: the number of places.
-      replica_timeout_s: see the table of this module.
-      start_timeout_s: the same.
-      hang_timeout_s: the same.
       on_gone: is called with the name of a replica that loses its groups.
       has_trained: returns whether this start of the run has made a train step.
       note: is called with a line when a replica comes, goes or fails.
-      seconds: a clock.
     """
     self.members = [Member(place=i) for i in range(num_replicas)]
     self.may_fail = False
@@ -174,11 +169,6 @@ class Roster:
     for name in _AVERAGED:
       totals[name] /= len(self.members)
     return totals
-
-  def handles(self, *states: State) -> list[remote.Handle]:
-    """Return the replicas in one of these states."""
-    handles = [(member.state, member.handle) for member in self.members]
-    return [h for state, h in handles if state in states and h is not None]
 
   # -- the thread that drives the fleet -------------------------------------
 
