@@ -220,7 +220,8 @@ class PromptStream:
   def restore(self, state: Mapping[str, Any]) -> None:
     """Continue with the same prompts from a position that `state` returned."""
     self.close()
-    self._place = dict(state)
+    names = ("next_index", "num_too_long")
+    self._place = {name: state[name] for name in names}
     # The position after the last item that was looked at. `_ahead` is the
     # prompt of this item, if it fits and `next` has not returned it yet.
     self._seen = dict(self._place)
