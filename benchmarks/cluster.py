@@ -120,9 +120,6 @@ class Prompts(prompts.PromptStream):
     """Return the prompt."""
     return types.Prompt(prompt_id="none/train/0", tokens=self._tokens, item={})
 
-  def record(self, prompt_id: str, *, teaches: bool) -> None:
-    """Forget it."""
-
 
 class Scored(service_lib.ScoreHandle):
   """A group that is scored at once."""

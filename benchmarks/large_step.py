@@ -180,9 +180,6 @@ class _Stream:
       prompt_id=f"fake/train/{index}", tokens=tokens, item=item
     )
 
-  def record(self, prompt_id: str, *, teaches: bool) -> None:
-    pass
-
 
 class _Engine:
   """Writes turns: what it writes depends on group, member and position."""

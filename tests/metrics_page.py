@@ -41,7 +41,6 @@ SOMETIMES = {
   "eval/<name>/parts/<name>",
   "data/epoch",
   "data/epoch/<name>",
-  "data/resting",
   "reward/source/<name>",
   "eval/greedy/parts/<name>",
 }

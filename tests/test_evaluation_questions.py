@@ -159,7 +159,7 @@ def test_what_was_reported_goes_on_at_another_replica(make_world):
   world.replica.report_all()
   begun = coordinator.questions.recorded_tokens
   world.replica.give_back()
-  coordinator.drained(messages.Drained(replica="replica 0"))
+  coordinator.drained("replica 0")
   world.replica.name = "replica 1"
   coordinator.adopted(messages.Adopted(replica="replica 1", version=0))
   world.run_until(lambda state: written.qsize() == len(asked))

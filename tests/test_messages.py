@@ -36,7 +36,6 @@ KINDS = {
     messages.Written,
     messages.Report,
     messages.Adopted,
-    messages.Drained,
     types.Admission,
     types.Trajectory,
     types.CacheBuild,
@@ -163,7 +162,8 @@ def test_a_group_whose_replica_left_is_written_on_by_another(make_world):
   world.scheduler.after_step = leave
   world.worker.run()
   world.worker._gate = rollout_side.Gate()
-  world.replica.drain()
+  world.replica.give_back()
+  world.coordinator.drained("replica 0")
   assert not world.scheduler.sequences()
   assert any(
     t.finish_reason is None and t.loss_mask.any()

@@ -1,6 +1,5 @@
 """Processes that meet: each is let in once, and strangers are not."""
 
-import asyncio
 import contextlib
 import os
 import queue
@@ -303,48 +302,34 @@ KEY = b"k" * 32
 
 
 class Door:
-  """Process 0 while it waits for one other process; a context manager."""
+  """Process 0 while it waits for process 1; a context manager."""
 
   def __init__(self):
     self.listener = rendezvous.listen(("127.0.0.1", 0))
     self.address = self.listener.getsockname()
-    self.arrived, self.num_refused = [], None
-    self.thread = threading.Thread(target=self.wait)
-
-  def wait(self):
-    def admit(connection):
-      self.arrived.append(connection)
-      return not self.is_closing
-
-    with self.listener:
-      self.num_refused = asyncio.run(
-        rendezvous.let_in(self.listener, KEY, admit, JOIN_S)
+    self.invitation = rendezvous.Invitation(
+      size=2, address=self.address, key=KEY, timeout_s=JOIN_S
+    )
+    self.worlds = []
+    self.thread = threading.Thread(
+      target=lambda: self.worlds.append(
+        rendezvous.gather(self.listener, self.invitation, FACTS)
       )
+    )
 
   def __enter__(self):
-    self.is_closing = False
     self.thread.start()
     return self
 
   def __exit__(self, *_):
-    self.is_closing = True
-    self.enter().close()
+    """Process 1 is let in, whatever has come before."""
+    self.worlds.append(rendezvous.join(self.invitation, 1, FACTS))
     self.thread.join(JOIN_S)
     assert not self.thread.is_alive()
-    for connection in self.arrived:
-      connection.close()
+    close(sorted(self.worlds, key=lambda world: world.rank))
 
   def knock(self):
     return socket.create_connection(self.address, timeout=JOIN_S)
-
-  def enter(self, key=KEY):
-    connection = self.knock()
-    try:
-      rendezvous.prove(connection, key)
-    except OSError:
-      connection.close()
-      raise
-    return connection
 
 
 def is_closed(connection):
@@ -359,99 +344,81 @@ def is_closed(connection):
   return True
 
 
-def test_who_knows_the_key_is_let_in_and_can_talk():
-  with Door() as door:
-    ours = [door.enter() for _ in range(3)]
-    waiting.until(lambda: len(door.arrived) == 3)
-    for number, connection in enumerate(ours):
-      connection.sendall(b"%d" % number)
-    assert [theirs.recv(1) for theirs in door.arrived] == [b"0", b"1", b"2"]
-    assert all(theirs.gettimeout() is None for theirs in door.arrived)
-    for connection in ours:
-      connection.close()
-  assert not door.num_refused
-
-
-@pytest.mark.parametrize("key", [b"", KEY[:-1], KEY + b"k", b"x" * 32])
-def test_who_knows_another_key_is_not(key):
+@pytest.mark.parametrize("key", [b"", KEY[:-1], b"x" * 32])
+def test_who_knows_another_key_is_not_let_in(key, ends):
   with Door() as door:
     with pytest.raises(rendezvous.StrangerError):
-      door.enter(key)
-    assert not door.arrived
-  assert door.num_refused == 1
+      rendezvous.recognised(door.knock(), key, listens=False)
+    assert door.thread.is_alive()
+  assert not ends
 
 
-def test_who_listens_has_to_know_the_key_too():
+@pytest.mark.parametrize("said", [b"", b"\0" * 256, b"#WELCOME#"])
+def test_who_listens_has_to_know_the_key_too(said, monkeypatch):
+  monkeypatch.setattr(rendezvous, "_PATIENCE_S", 0.5)
   with socket.create_server(("127.0.0.1", 0)) as listener:
-
-    def pretend():
-      with listener.accept()[0] as connection:
-        connection.sendall(bytes(32))
-        told = connection.recv(64)
-        connection.sendall(told[32:])  # the other one's own proof
-
-    thread = threading.Thread(target=pretend)
-    thread.start()
-    with socket.create_connection(listener.getsockname()) as connection:
-      with pytest.raises(rendezvous.StrangerError, match="does not know"):
-        rendezvous.prove(connection, KEY)
-    thread.join(JOIN_S)
+    here = socket.create_connection(listener.getsockname())
+    there, _ = listener.accept()
+  with there:
+    for part in (b"#CHALLENGE#" + bytes(20), said):
+      there.sendall(len(part).to_bytes(4, "big") + part)
+    with pytest.raises(rendezvous.StrangerError, match="does not know the key"):
+      rendezvous.recognised(here, KEY, listens=False)
 
 
 @pytest.mark.parametrize(
-  "said", [b"", b"x", b"x" * 63, b"x" * 64, b"GET / HTTP/1.1\r\n\r\n" * 9999]
+  "said", [b"", b"x", bytes(64), b"GET / HTTP/1.1\r\n\r\n" * 9999]
 )
-def test_what_a_stranger_says_is_not_read_beyond_64_bytes(said):
+def test_a_stranger_is_refused_whatever_it_says(said, ends):
   with Door() as door:
     stranger = door.knock()
     # It may be refused before it has said all.
     with contextlib.suppress(OSError):
       stranger.sendall(said)
       stranger.shutdown(socket.SHUT_WR)
-    assert is_closed(stranger) and not door.arrived
+    assert is_closed(stranger) and door.thread.is_alive()
+  assert not ends
 
 
-def test_a_slow_caller_holds_up_nobody(monkeypatch):
-  monkeypatch.setattr(rendezvous, "_PATIENCE_S", 1e6)
+def test_a_slow_caller_holds_up_nobody(ends, monkeypatch):
+  monkeypatch.setattr(rendezvous, "_PATIENCE_S", 3 * JOIN_S)
   with Door() as door:
     slow = [door.knock() for _ in range(50)]
-    for connection in slow:
-      connection.sendall(b"x")
-    door.enter().close()
-    waiting.until(lambda: door.arrived)
-  assert not door.num_refused
-  assert all(map(is_closed, slow))
+  for connection in slow:
+    connection.close()
+  assert not ends
 
 
-def test_who_says_a_little_now_and_then_has_no_more_time(monkeypatch):
+def test_who_says_a_little_now_and_then_has_no_more_time(ends, monkeypatch):
   monkeypatch.setattr(rendezvous, "_PATIENCE_S", 1.0)
   with Door() as door:
     slow = door.knock()
     start_s = time.monotonic()
     with contextlib.suppress(ConnectionError):
+      slow.sendall(b"\0\0\0\x64")  # a message of 100 bytes
       for _ in range(60):
         slow.sendall(b"x")
         time.sleep(0.1)
     assert time.monotonic() - start_s < 5.0
-    assert is_closed(slow) and not door.arrived
+    assert is_closed(slow)
+  assert not ends
 
 
-def test_further_callers_take_the_places_of_the_first(monkeypatch):
-  monkeypatch.setattr(rendezvous, "_MOST_CALLERS", 3)
+def test_further_callers_wait_until_others_have_left(ends, monkeypatch):
+  monkeypatch.setattr(rendezvous, "_PATIENCE_S", 1.0)
+  monkeypatch.setattr(rendezvous, "_MOST_CALLERS", 2)
   with Door() as door:
-    callers = [door.knock() for _ in range(5)]
-    assert is_closed(callers[0]) and is_closed(callers[1])
-    door.enter().close()
-    waiting.until(lambda: door.arrived)
-  assert door.num_refused >= 3
-  for caller in callers[2:]:
-    caller.close()
+    callers = [door.knock() for _ in range(3)]
+  assert all(map(is_closed, callers))
+  assert not ends
 
 
-def test_the_time_is_up_when_nobody_comes():
+def test_the_time_is_up_when_only_strangers_come():
   with rendezvous.listen(("127.0.0.1", 0)) as listener:
-    silent = socket.create_connection(listener.getsockname())
-    assert not asyncio.run(
-      rendezvous.let_in(listener, KEY, lambda arrived: True, 0.3)
-    )
-    assert is_closed(silent)
+    address = listener.getsockname()
+    with socket.create_connection(address):
+      invitation = rendezvous.Invitation(
+        size=2, address=address, key=KEY, timeout_s=0.3
+      )
+      with pytest.raises(sections.ConfigError, match="missing: process 1"):
+        rendezvous.gather(listener, invitation, FACTS)

@@ -49,26 +49,16 @@ def found(source, groups, excluded=(), host_state=None):
     yield tested
 
 
-@pytest.mark.parametrize("rest_after", [0, 1])
-def test_groups_of_any_order_get_the_prompts_of_the_run(tmp_path, rest_after):
-  made_from = source(tmp_path, rest_after=rest_after, rest_for=3)
+def test_groups_of_any_order_get_the_prompts_of_the_run(tmp_path):
+  made_from = source(tmp_path)
   excluded = ["1 + 1 = ", "4 + 4 = "]
-  stream, plain = (
-    prompts.PromptStream(source(tmp_path, rest_after=n, rest_for=3), TRAIN)
-    for n in (rest_after, 0)
-  )
-  drawn, without_rests = [], []
-  for each in (stream, plain):
-    each.exclude(excluded)
+  stream = prompts.PromptStream(made_from, TRAIN)
+  stream.exclude(excluded)
+  drawn = []
   for index in range(40):
     if index == 17:
       state = {"stream": stream.state(), "next_index": index}
-    without_rests.append(plain.next().prompt_id)
     drawn.append(stream.next())
-    number = int(drawn[-1].prompt_id.split("/")[-1])
-    stream.record(drawn[-1].prompt_id, teaches=number % 3 == 0)
-  ids = [prompt.prompt_id for prompt in drawn]
-  assert (ids != without_rests) == (rest_after > 0)
   groups = [scheduled(i, prompt) for i, prompt in enumerate(drawn)]
   order = [i ^ 3 for i in range(40) if i % 5]  # some groups were not trained
   wanted = [groups[i] for i in order]
@@ -83,22 +73,18 @@ def test_groups_of_any_order_get_the_prompts_of_the_run(tmp_path, rest_after):
   with found(made_from, groups[17:], excluded, state) as tested:
     for group in groups[17:]:
       assert tested.take(group).prompt_id == group.prompt_id
-    assert rest_after or tested._num_drawn <= 40 - 17
+    assert tested._num_drawn <= 40 - 17
 
 
-@pytest.mark.parametrize("rest_after, most", [(0, 6), (2, 6 * 4)])
-def test_a_prompt_that_is_gone_is_missed_after_few_draws(
-  tmp_path, rest_after, most
-):
+def test_a_prompt_that_is_gone_is_missed_after_few_draws(tmp_path):
   then = prompts.PromptStream(source(tmp_path), TRAIN)
   drawn = [then.next() for _ in range(6)]
   gone = dataclasses.replace(drawn[-1], prompt_id="a/train/99")
   groups = [scheduled(i, x) for i, x in enumerate([*drawn[:-1], gone])]
-  now = source(tmp_path, rest_after=rest_after, rest_for=3)
   with (
-    found(now, groups) as tested,
+    found(source(tmp_path), groups) as tested,
     pytest.raises(sections.ConfigError, match="question a/train/99 of group 5"),
   ):
     for group in groups:
       tested.take(group)
-  assert tested._num_drawn <= most + 1
+  assert tested._num_drawn <= 7

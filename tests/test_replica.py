@@ -85,9 +85,6 @@ class Script:
   def adopted(self, adopted):
     self.others.append(adopted)
 
-  def drained(self, drained):
-    self.others.append(drained)
-
   def written(self):
     """All that was reported, in order."""
     return [one for report in self.reports for one in report.written]
@@ -378,14 +375,15 @@ def test_what_has_ended_is_reported_once_whoever_asks_first(script, replica):
   assert [r for r in reasons if r is not None] == [alone().finish_reason]
 
 
-def test_a_drained_replica_has_told_all_and_holds_nothing(script, replica):
+def test_a_replica_that_gives_back_has_told_all_and_holds_nothing(
+  script, replica
+):
   replica.adopt()
   script.to_admit = messages.Work(turns=tuple(map(turn, LONG_GROUPS)))
   replica.feed()
   replica.step()
-  replica.drain()
+  replica.give_back()
   assert {w.group for w in script.written()} == set(LONG_GROUPS)
-  assert script.others[-1] == messages.Drained(replica="r")
   assert not replica.scheduler.sequences()
   run(replica)
   assert len(script.reports) == 1

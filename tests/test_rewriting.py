@@ -94,7 +94,8 @@ class Recorded:
           tiny.engine_params(version, seed=version % 5), version
         )
       if calls == 8:  # another replica goes on with what was reported
-        self.replica.drain()
+        self.replica.give_back()
+        self.coordinator.drained(self.replica.name)
         self.replica = self.new_replica("second")
       feed_from(self.replica, version)
       self.replica.step()

@@ -141,47 +141,6 @@ def test_a_replica_whose_thread_hangs_is_replaced(make_world):
   fleet_world.check(world, groups)
 
 
-def slow_down(handle):
-  """Let each decode call take 3 s, until the replica is attached again."""
-  scheduler = handle.process._attachment.attached.replica.scheduler
-  step = scheduler.step
-
-  def slow_step():
-    time.sleep(3.0)
-    return step()
-
-  scheduler.step = slow_step
-
-
-@pytest.mark.nightly
-def test_a_replica_that_becomes_very_slow_is_replaced(make_world):
-  world = make_world(num_replicas=3, replica_timeout_s=20.0)
-  world.begin()
-  waiting.until(lambda: world.fleet.num_ready == 3, "all replicas")
-  groups = world.train(2)
-  slow_down(world.handles[0])
-  cut_s = time.monotonic()
-  deadline_s = time.monotonic() + fleet_world.DEADLINE_S
-  while len(world.handles) < 4:
-    assert time.monotonic() < deadline_s
-    groups += world.train(1, first=len(groups) // 2)
-    # As with run.exact_resume, and before a period of the measurement ends.
-    if time.monotonic() > cut_s + 3.5:
-      with world.fleet.paused(fleet_world.DEADLINE_S):
-        world.fleet.cut(0)
-      waiting.until(lambda: world.fleet.num_ready == 3, "all of them again")
-      slow_down(world.handles[0])
-      cut_s = time.monotonic()
-  (note,) = [note for note in world.notes if "is gone" in note]
-  assert note.startswith("replica 0 ")
-  assert "is gone (its decode steps take more than 20" in note
-  waiting.until(lambda: world.fleet.num_ready == 3, "all of them again")
-  groups += world.train(NUM_STEPS, first=len(groups) // 2)
-  fleet_world.check(world, groups)
-  # Its groups went on elsewhere.
-  assert not [x for x in world.lines() if x["fate"] == "failed"]
-
-
 def test_a_replica_without_device_memory_says_what_to_change(make_world):
   world = make_world(num_replicas=1)
   world.begin()

@@ -342,13 +342,9 @@ class Prompts(prompts.PromptStream):
 
   def __init__(self, first=0):
     self.count = first
-    self.recorded = []
 
   def is_ready(self, timeout_s=0.0):
     return True
-
-  def record(self, prompt_id, *, teaches):
-    self.recorded.append((prompt_id, teaches))
 
   def metrics(self):
     return {}

@@ -54,9 +54,6 @@ class Link:
   def adopted(self, adopted):
     return self._say("adopted", adopted)
 
-  def drained(self, drained):
-    return self._say("drained", drained)
-
 
 class World:
   """A worker and what it works with; P = 2 groups a step, staleness 1."""

@@ -14,15 +14,13 @@ _FAULTS = (
 )
 _DELAYS_S = 0.1, 1.0, 4.0
 SLOW = 5.0  # times as long take the calls of a slow replica
-CRAWL = 60.0  # and those of one that is too slow to be kept
-_SHORT_CALL_S = 0.1
 _GRACE_S = 10.0  # for messages, and versions that are damaged
 # For how long each fault may hold a run up: until it is noticed, and until
 # another replica is there and has adopted a version. A slow replica makes every
 # group take longer, see `_group_s`.
 _HELD_UP_S = {
   **{"die": 5.0, "fail": 5.0, "restart": 6.0, "silence": 8.0, "hang": 30.0},
-  **{"crawl": 16.0, "leave": 35.0, "slow": 0.0},
+  **{"leave": 35.0, "slow": 0.0},
 }
 # How often a group is begun in the place of one that has failed, about.
 _TRIES = 10
@@ -40,9 +38,8 @@ class Fault:
       code raises; in the trainer's process, that of the engine alone. "hang":
       it answers, and its thread never comes back. "silence": it goes on, but
       is not heard for longer than its lease. "slow": its calls take five times
-      as long from then on. "crawl": so much longer that it is replaced.
-      "restart": the trainer's process ends, and another goes on from the last
-      checkpoint.
+      as long from then on. "restart": the trainer's process ends, and another
+      goes on from the last checkpoint.
     place: of the replica; None is the one with the newest version.
   """
 
@@ -175,20 +172,6 @@ def of_seed(seed: int) -> Case:
       place=0,
     )
     case = dataclasses.replace(case, faults=(*case.faults, failure))
-  # It is found by comparison with others. Calls that become longer than a few
-  # seconds are found because the thread stands still.
-  is_comparable = case.num_replicas > 1 and case.call_s < _SHORT_CALL_S
-  if is_comparable and rng.random() < 0.6:
-    crawl = Fault(
-      step=rng.randrange(case.num_steps - 1),
-      delay_s=rng.choice(_DELAYS_S) * rng.random(),
-      kind="crawl",
-      place=rng.randrange(case.num_replicas),
-    )
-    # It takes a few steps until it is found.
-    case = dataclasses.replace(
-      case, faults=(*case.faults, crawl), num_steps=case.num_steps + 5
-    )
   return case
 
 

@@ -21,7 +21,6 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import fleet as fleet_lib
-from jaxrl_async.rollout import pace as pace_lib
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.rollout import worker as worker_lib
@@ -138,8 +137,6 @@ class World:
       return
     elif fault.kind == "slow":
       process.pace = max(process.pace, case_lib.SLOW)
-    elif fault.kind == "crawl":
-      process.pace = case_lib.CRAWL
     elif fault.kind == "silence":
       longest = modelled_replica.MOST_SILENCE_S
       process.silence_s = self.loop.rng.uniform(
@@ -336,7 +333,7 @@ class Start:
         start_timeout_s=_START_S,
         hang_timeout_s=modelled_replica.HANG_S,
         busy=busy,
-        note=self._take_note,
+        note=lambda line: None,
         seconds=self.loop.seconds,
         poll_s=0.0,
       )
@@ -348,11 +345,6 @@ class Start:
       ),
     )
     return self._worker
-
-  def _take_note(self, line: str) -> None:
-    """Count what the rollout side says of its replicas."""
-    is_too_slow = f"more than {pace_lib.LAG:g} times as long" in line
-    self.world.seen["a replica too slow"] += is_too_slow
 
   # -- what others ask ------------------------------------------------------
 

@@ -9,7 +9,6 @@
     order     a batch takes the groups that are due first
     lease     a group is written by a replica that has a lease, or waits; who
               is not heard has none
-    pace      a replica that is far slower than another one is replaced
     room      no replica is given more than it has room for
     whole     with kv_on_adopt WAIT, one version writes a turn
     cut       what is written after a cut, or after a start from a checkpoint,
@@ -44,9 +43,6 @@ from simulation import watched_buffer
 
 # A replica keeps its lease at most so much longer than it should.
 _LOOK_S = 1.0
-# A replica that crawls decodes for so long at most: two periods, each of which
-# has to be busy for half of its time and ends with a step.
-_MOST_CRAWL_S = 16.0
 # The longest ways of a request and its answer, and a version that is adopted.
 _SLOT_GRACE_S = 6.0
 # A group that has failed ends within this time: its replica is slow to say so,
@@ -131,7 +127,6 @@ class Invariants:
     self._groups_per_step = groups_per_step
     self._group_size = group_size
     self._free_since_s: dict[str, float] = {}
-    self._crawled_s: dict[int, float] = {}  # before, by place
     self._failed_s: dict[int, float] = {}  # since when, of those that go on
 
   def check_batch(self, step: int, groups: list[types.RolloutGroup]) -> None:
@@ -319,25 +314,6 @@ class Invariants:
         "lease", f"{name} was not heard of for {silence_s:.0f} s"
       )
 
-  def _check_pace(
-    self, place: int, crawled_s: float, *, is_comparable: bool
-  ) -> None:
-    """Check that a replica that crawls is not kept for long.
-
-    Args:
-      place: of the replica.
-      crawled_s: for how long it has decoded at that pace.
-      is_comparable: whether others are ready and have decoded, none of which is
-        slow.
-    """
-    before_s = self._crawled_s.get(place, 0.0)
-    if not is_comparable or crawled_s < before_s:
-      self._crawled_s[place] = crawled_s
-    elif crawled_s - before_s > _MOST_CRAWL_S:
-      raise watched_buffer.Violation(
-        "pace", f"replica {place} has crawled for {crawled_s - before_s:.0f} s"
-      )
-
   def check_room(self, replica: replica_lib.Replica) -> None:
     """Check that a replica has no more than it has asked for."""
     sizes = replica.scheduler.engine.sizes
@@ -395,20 +371,11 @@ class Invariants:
       looks_at_slots: whether no slots are free on purpose.
     """
     ready = [m for m in members if m.state is roster_lib.State.READY]
-    paces = {
-      member.place: processes[member.place].pace
-      for member in ready
-      if processes[member.place].has_decoded
-    }
     for member in ready:
       process = processes[member.place]
       replica = process.replica
       assert replica is not None
       self._check_lease(member.name, now_s - process.heard_s)
-      others = {pace for place, pace in paces.items() if place != member.place}
-      self._check_pace(
-        member.place, process.crawled_s, is_comparable=others == {1.0}
-      )
       self.check_room(replica)
       if looks_at_slots:
         self.check_slots(

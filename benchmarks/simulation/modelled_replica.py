@@ -6,9 +6,8 @@ threads of `cluster.replica_process` take turns here.
 
 from collections.abc import Callable, Mapping
 from concurrent import futures
-import dataclasses
 import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -77,24 +76,12 @@ def tokenizer() -> tokenizer_lib.Tokenizer:
   return tokenizer_lib.character_level()
 
 
-class _Call(NamedTuple):
-  """A decode call that takes time, although its tokens are there."""
-
-  seconds: float
-  num_steps: int
-
-
-_NOTHING = _Call(0.0, 0)
-
-
 class ReplicaProcess:
   """A process with a replica, whoever attached it last.
 
   Attributes:
     is_dead: whether the process has ended.
     pace: times as long as usual take its calls.
-    crawled_s: seconds in which it has decoded at the pace `case.CRAWL`.
-    has_decoded: whether it has ended a decode step.
     silence_s: by how much the next report is late.
     silent_until_s: when that report arrives at the latest.
     late_until_s: when all work that is on its way has arrived.
@@ -106,10 +93,9 @@ class ReplicaProcess:
   def __init__(self, loop: event_loop.Loop, case: case_lib.Case):
     """Start a process, which waits to be attached."""
     self.is_dead = self.has_failed = self.has_hung = False
-    self.pace, self.crawled_s, self.has_decoded = 1.0, 0.0, False
+    self.pace = 1.0
     self.silence_s = self.silent_until_s = self.late_until_s = 0.0
     self.heard_s = 0.0
-    self._under_way = _NOTHING
     self._loop = loop
     self._case = case
     self._attached: attached_replica.AttachedReplica | None = None
@@ -152,7 +138,7 @@ class ReplicaProcess:
     """Become the replica of this name, and forget everything else."""
     self._process.end()
     self._process = self._new_process()
-    self._caller, self._under_way = None, _NOTHING
+    self._caller = None
     if self._attached is not None:
       self._attached.replica.close(has_failed=False)
     link = remote.RemoteLink(name, new_condition=self._loop.condition)
@@ -179,25 +165,9 @@ class ReplicaProcess:
 
   def _turn(self) -> float | None:
     assert self._attached is not None
-    # The clock stands still in a turn, so that nobody has measured the call.
-    self._attached._step_s += self._under_way.seconds
-    if self.pace == case_lib.CRAWL:
-      self.crawled_s += self._under_way.seconds
-    self._under_way = _NOTHING
-    stats = self._attached.replica.scheduler.stats
-    num_steps = stats.decode_steps
-    has_stepped = self._attached.round(_IDLE_S)
-    if not has_stepped:
+    if not self._attached.round(_IDLE_S):
       return None
-    part = self._loop.rng.random()
-    if self.pace == case_lib.CRAWL:
-      part = (1 + part) / 2  # no call may seem to be fast
-    call_s = self._case.call_s * part * self.pace
-    num_steps = stats.decode_steps - num_steps
-    if num_steps:
-      self._under_way = _Call(call_s, num_steps)
-      self.has_decoded = True
-    return call_s
+    return self._case.call_s * self._loop.rng.random() * self.pace
 
   def _speak(self) -> None:
     if self._caller is None:
@@ -208,9 +178,6 @@ class ReplicaProcess:
     if not said.told and said.ask is None and self._loop.now < latest_s:
       return
     self._caller = None
-    said = dataclasses.replace(
-      said, num_steps=said.num_steps - self._under_way.num_steps
-    )
     silence_s, self.silence_s = self.silence_s, 0.0
     if silence_s:
       self.silent_until_s = self._loop.now + silence_s + self._case.message_s

@@ -48,9 +48,6 @@ class Prompts(prompts.PromptStream):
       self._changed.wait()  # `wake` ends it
     return is_ready
 
-  def record(self, prompt_id: str, *, teaches: bool) -> None:
-    """Do nothing: no question rests."""
-
   def next(self) -> types.Prompt:
     """Return the next question."""
     number, self.count = self.count, self.count + 1

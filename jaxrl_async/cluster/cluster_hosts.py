@@ -31,13 +31,6 @@ class ClusterHosts:
     section: sections.ClusterSection,
     environment: Mapping[str, str],
   ):
-    """Look at nothing yet.
-
-    Args:
-      ray: the module.
-      section: of the config.
-      environment: variables for the processes of replicas.
-    """
     self._ray = ray
     self._section = section
     self._environment = dict(environment)
@@ -61,7 +54,6 @@ class ClusterHosts:
 
     Args:
       num_replicas: that the run needs at the start.
-      timeout_s: how long to wait.
       check: is called now and then, and may raise.
       note: is called with a line if there is something to wait for.
 

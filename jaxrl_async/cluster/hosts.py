@@ -75,17 +75,15 @@ class Facts:
   probe: str | None
 
 
-def facts(probe: Probe | None = None) -> Facts:
+def facts(probe: Probe) -> Facts:
   """Return the facts about this process.
 
-  Args:
-    probe: what the other process has written, which may come to this host some
-      seconds later; None if it has written nothing.
+  What the other process has written may come to this host some seconds later.
   """
   return Facts(
     host=socket.gethostname(),
     versions=versions(),
-    probe=None if probe is None else _read(*probe),
+    probe=_read(*probe),
   )
 
 
@@ -107,15 +105,12 @@ def _read(path: pathlib.Path, content: str) -> str | None:
 def difference(
   found: Facts, probe: Probe, expected: dict[str, str]
 ) -> str | None:
-  """Return in one line why a process cannot work with this one.
+  """Return in one line why a process cannot work with this one; None if it can.
 
   Args:
     found: the facts about the other process.
     probe: the file that this process has written, and what it contains.
     expected: the versions of this process.
-
-  Returns:
-    None if it can.
   """
   differing = [
     f"{name} {found.versions.get(name)} instead of {version}"

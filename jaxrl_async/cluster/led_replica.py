@@ -63,10 +63,8 @@ class Lead:
   ):
     """Lead the processes of a replica.
 
-    Args:
-      world: the processes.
-      before_ending: see `world.World.lead`.
-      on_compiling: is called again and again while a follower compiles.
+    `before_ending` is that of `world.World.lead`. `on_compiling` is called
+    again and again while a follower compiles.
     """
     self.world = world
     self._on_compiling = on_compiling
@@ -133,14 +131,7 @@ class LedScheduler(scheduler_lib.Scheduler):
     busy: metrics_lib.BusyClock,
     **settings: Any,
   ):
-    """Create a scheduler here and in all followers.
-
-    Args:
-      engine: whose programs run.
-      lead: the followers.
-      busy: records the time of every call.
-      **settings: the other arguments of `scheduler.Scheduler`.
-    """
+    """Create a scheduler here and in all followers."""
     self._lead = lead
     self._checksum = 0
     self._tell("schedule", settings=settings)

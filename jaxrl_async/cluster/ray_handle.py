@@ -113,7 +113,6 @@ class RayHandle:
       ray: the module.
       begin: finds or makes the actors; it may take long. It raises
         `ReplicaLost` if there is no room for them now.
-      num_processes: that the replica has to have.
       timeout_s: deadline for JAX to connect them.
     """
     self._ray = ray
@@ -235,8 +234,17 @@ class RayHandle:
         self._ray.kill(actor)
 
   def _pass_on(self, reference: Any) -> futures.Future:
+    """Return a future that ends as the call of an actor ends."""
     result: futures.Future = futures.Future()
-    pass_on(reference, result, self._translated)
+
+    def end(call: futures.Future) -> None:
+      error = call.exception()
+      if error is None:
+        result.set_result(call.result())
+      else:
+        result.set_exception(self._translated(error))
+
+    reference.future().add_done_callback(end)
     return result
 
   def _translated(self, error: BaseException) -> BaseException:
@@ -249,29 +257,6 @@ class RayHandle:
     if isinstance(error, self._ray.exceptions.RayError):
       return remote.ReplicaLost(one_line(error))
     return error
-
-
-def pass_on(
-  reference: Any,
-  to: futures.Future,
-  translated: Callable[[BaseException], BaseException],
-) -> None:
-  """Let a future end as the call of an actor ends.
-
-  Args:
-    reference: of the call.
-    to: the future.
-    translated: returns an error of Ray's as the caller knows it.
-  """
-
-  def end(call: futures.Future) -> None:
-    error = call.exception()
-    if error is None:
-      to.set_result(call.result())
-    else:
-      to.set_exception(translated(error))
-
-  reference.future().add_done_callback(end)
 
 
 def one_line(error: BaseException) -> str:

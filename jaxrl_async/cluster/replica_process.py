@@ -92,13 +92,7 @@ class ReplicaProcess:
   def invite(
     self, host: str, size: int, timeout_s: float
   ) -> rendezvous.Invitation:
-    """Listen at a free port of this host for the other processes.
-
-    Args:
-      host: address of this process that the others can reach.
-      size: number of processes.
-      timeout_s: deadline for them to come.
-    """
+    """Listen at a free port of this host, which others reach at `host`."""
     self._listener = rendezvous.listen((host, 0))
     self._invitation = rendezvous.Invitation(
       size=size,

@@ -439,10 +439,9 @@ def _reference(config: sections.Config) -> Iterator[Rule]:
 
 
 def _equal_rewards(config: sections.Config) -> Iterator[Rule]:
-  """Yield rules of what leaves out groups of equal rewards.
+  """Yield the rule of what leaves out groups of equal rewards.
 
-  They have to teach nothing. `types.teach_nothing` says which are dropped, and
-  after which a question rests.
+  They have to teach nothing; `types.teach_nothing` says which are dropped.
   """
   section = config.algorithm
   teaching = [
@@ -457,16 +456,12 @@ def _equal_rewards(config: sections.Config) -> Iterator[Rule]:
     )
     if does_teach
   ]
-  for path, value, off in (
-    ("algorithm.filter_zero_std", section.filter_zero_std, False),
-    ("task.rest_after", config.task.rest_after, 0),
-  ):
-    yield (
-      not value or not teaching,
-      path,
-      "groups of equal rewards do teach something with"
-      f" {' and '.join(teaching)}; use {off}",
-    )
+  yield (
+    not section.filter_zero_std or not teaching,
+    "algorithm.filter_zero_std",
+    "groups of equal rewards do teach something with"
+    f" {' and '.join(teaching)}; use False",
+  )
 
 
 def _bound(config: sections.Config) -> Iterator[Rule]:

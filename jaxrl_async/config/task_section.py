@@ -107,11 +107,6 @@ class TaskSection(DatasetSection):
     **_QUESTION,
   )
   """A mixture instead of one dataset: its members, by name."""
-  rest_after: int = setting(0, low=0, high=1000000, fixed=setting_lib.QUESTIONS)
-  """After this many groups in a row whose rewards were all equal, a question
-  rests; 0 lets none rest."""
-  rest_for: int = setting(1, low=1, high=1000000, fixed=setting_lib.QUESTIONS)
-  """So many passes are made without a question that rests."""
   answer_prefix: str = setting("=", **_SCORE)
   """The extracted answer is the text between the last occurrence of this prefix
   in the completion and the end of its line; "" takes the whole completion,

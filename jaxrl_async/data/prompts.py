@@ -16,7 +16,6 @@ import numpy as np
 from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.data import rendering
-from jaxrl_async.data import rests as rests_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
@@ -108,8 +107,7 @@ class PromptSource:
 class PromptStream:
   """A split's prompts in order, from a position that can be saved.
 
-  Prompts that do not fit are skipped and counted, never truncated. Questions
-  that rest are passed over (`rests`). The position
+  Prompts that do not fit are skipped and counted, never truncated. The position
   is the one after the last prompt that `next` returned, however many items the
   source has made ahead.
 
@@ -144,8 +142,6 @@ class PromptStream:
     self._items: source_lib.ItemStream | None = None
     is_eval = split == source_lib.Split.EVAL
     self._excluded = frozenset() if is_eval else source.evaluated
-    task = source.task
-    self._rests = rests_lib.Rests(task.rest_after, task.rest_for)
     self.restore({"next_index": 0, "num_too_long": 0})
 
   @property
@@ -154,7 +150,7 @@ class PromptStream:
     return self._place["num_too_long"]
 
   def metrics(self) -> dict[str, float]:
-    """Return passes over finite data, and what was left out or rests.
+    """Return passes over finite data, and what was left out.
 
     Any thread may call it.
     """
@@ -166,8 +162,6 @@ class PromptStream:
       names[items.name] = "data/epoch"  # not one of several
       values |= {names[name]: value for name, value in passes.items()}
       values["data/bad_rows"] = float(items.num_bad())
-    if self._source.task.rest_after:
-      values["data/resting"] = self._rests.num_resting
     return values
 
   def exclude(self, questions: Iterable[str]) -> None:
@@ -177,10 +171,6 @@ class PromptStream:
     must be called before the first use.
     """
     self._excluded |= frozenset(questions)
-
-  def record(self, prompt_id: str, *, teaches: bool) -> None:
-    """Record for the curriculum whether a group's rewards differ."""
-    self._rests.add(prompt_id, teaches=teaches)
 
   def prefetch(self) -> None:
     """Let the source start to make items, without waiting for them."""
@@ -219,22 +209,17 @@ class PromptStream:
     assert self._ahead is not None
     prompt, self._ahead = self._ahead, None
     self._place = dict(self._seen)
-    self._rests.commit()
     self._num_barren = self._num_barren_tokens = 0
     self._shortest = None
     return prompt
 
   def state(self) -> dict[str, Any]:
     """Return the position of the stream, for a checkpoint."""
-    if not self._source.task.rest_after:
-      return dict(self._place)
-    return {**self._place, "rests": self._rests.state()}
+    return dict(self._place)
 
   def restore(self, state: Mapping[str, Any]) -> None:
     """Continue with the same prompts from a position that `state` returned."""
     self.close()
-    if "rests" in state:
-      self._rests.restore(state["rests"])
     names = ("next_index", "num_too_long")
     self._place = {name: state[name] for name in names}
     # The position after the last item that was looked at. `_ahead` is the
@@ -255,10 +240,6 @@ class PromptStream:
     self._seen["next_index"] += 1
     if item is not None and item.get("question") in self._excluded:
       item = None
-    if item is not None:
-      _, prompt_id = self._source.named(self._split, item)
-      if self._rests.sits_out(prompt_id):
-        return
     self._num_barren += 1
     if item is not None:
       prompt = self._source.prompt(self._split, item)

@@ -2,16 +2,10 @@
 
 Process 0 listens at an address that all of them know, and all of them know a
 key that nobody else can read. Ray brings it to the processes of a replica; for
-those of a trainer, process 0 leaves it in the directories that they share. Who
-connects and who listens prove to each other that they know the key, and neither
-sends it. The proof is a digest of the key and of random bytes of both:
-
-    who listens      its random bytes                        32 bytes
-    who connects     its random bytes, and its proof         64 bytes
-    who listens      its proof                               32 bytes
-
-So nothing is read from a stranger but 64 bytes, and nothing of them is parsed.
-All callers are waited for at once, so a slow one delays nobody.
+those of a trainer, process 0 leaves it in the directories that they share. Both
+ends of a connection prove that they know the key, with the challenges of
+`multiprocessing.connection`. Nothing is unpickled before, and a thread for each
+caller sees to it that one who is silent delays nobody.
 
 After that, the processes trust each other. Each says who it is, and process 0
 compares what has to be the same everywhere: versions of packages and of this
@@ -19,30 +13,33 @@ code, and the configuration. Whatever is wrong ends all processes, each with the
 same line. What they send is not encrypted.
 """
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
-import hmac
 import ipaddress
+import multiprocessing
 from multiprocessing import connection as connection_lib
 import os
 import pathlib
+import queue
 import secrets
 import socket
 import tempfile
+import threading
 import time
 from typing import Any
 
 from jaxrl_async.config import sections
+from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.processes import world as world_lib
 
-_SIZE = 32  # of the key, of random bytes, and of a proof
+# For the other end to prove that it knows the key.
 _PATIENCE_S = 10.0
-# Further callers take the places of those who have waited longest.
-_MOST_CALLERS = 256
+_MOST_CALLERS = 256  # at a time
+_LOOK_S = 0.1
 _RETRY_S = 0.2
 # A shared file system may show a file late.
 _SHARED_S = 10.0
@@ -58,7 +55,7 @@ _SHUTDOWN_S = 20
 
 
 class StrangerError(ConnectionError):
-  """The other end does not know the key."""
+  """The other end of a connection does not know the key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +150,7 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 def new_key() -> bytes:
   """Return a key that nobody can guess."""
-  return secrets.token_bytes(_SIZE)
+  return secrets.token_bytes(32)
 
 
 def free_port() -> int:
@@ -257,126 +254,95 @@ def _read_key(directories: Mapping[str, pathlib.Path]) -> bytes | str:
   return b"".join(parts)
 
 
-def _proof(key: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
-  """Return the digest with which an end of a connection proves itself.
+def recognised(
+  connected: socket.socket, key: bytes, *, listens: bool
+) -> connection_lib.Connection:
+  """Return a connection to a process that proves that it knows the key.
 
-  Each end has a role, so that neither can send back what the other one sent.
-  """
-  return hmac.digest(key, role + first + second, "sha256")
-
-
-def prove(connection: socket.socket, key: bytes) -> None:
-  """Recognise the process that listens, as the one that has connected.
-
-  Raises:
-    StrangerError: it does not know the key, or has refused this one.
-    OSError: the connection is lost, or its timeout has passed.
-  """
-  theirs = _exactly(connection, _SIZE)
-  ours = secrets.token_bytes(_SIZE)
-  connection.sendall(ours + _proof(key, b"connects", theirs, ours))
-  proof = _exactly(connection, _SIZE)
-  if not hmac.compare_digest(proof, _proof(key, b"listens", theirs, ours)):
-    raise StrangerError("it does not know the key")
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-  data = b""
-  while len(data) < size:
-    if not (more := connection.recv(size - len(data))):
-      raise StrangerError("it has closed the connection")
-    data += more
-  return data
-
-
-async def _knows_the_key(connection: socket.socket, key: bytes) -> bool:
-  """Return whether a caller proves within some seconds that it knows the key.
-
-  Otherwise the connection is closed.
-  """
-  loop = asyncio.get_running_loop()
-  connection.setblocking(False)
-  try:
-    async with asyncio.timeout(_PATIENCE_S):
-      ours, said = secrets.token_bytes(_SIZE), b""
-      await loop.sock_sendall(connection, ours)
-      while len(said) < 2 * _SIZE:
-        more = await loop.sock_recv(connection, 2 * _SIZE - len(said))
-        if not more:
-          raise StrangerError
-        said += more
-      theirs, proof = said[:_SIZE], said[_SIZE:]
-      if not hmac.compare_digest(proof, _proof(key, b"connects", ours, theirs)):
-        raise StrangerError
-      await loop.sock_sendall(connection, _proof(key, b"listens", ours, theirs))
-  except (OSError, asyncio.CancelledError):  # TimeoutError is an OSError
-    connection.close()
-    return False
-  connection.setblocking(True)
-  return True
-
-
-async def let_in(
-  listener: socket.socket,
-  key: bytes,
-  admit: Callable[[socket.socket], bool],
-  timeout_s: float,
-) -> int:
-  """Let in who knows the key, until enough have come or the time is up.
+  The kernel notices when the host at its other end is gone.
 
   Args:
-    listener: a socket that listens, which stays with the caller.
+    connected: the socket, which is closed.
     key: of the world.
-    admit: takes the connection to one who knows it, and returns whether
-      further ones are awaited.
-    timeout_s: the time.
+    listens: whether this process is the one that listens.
 
-  Returns:
-    How many callers did not know the key.
+  Raises:
+    StrangerError: it has not done so within some seconds.
   """
-  loop = asyncio.get_running_loop()
-  listener.setblocking(False)
-  num_refused = 0
-  # The connection to each caller; None accepts the next one.
-  pending: dict[asyncio.Task, socket.socket | None] = {}
+  steps = [connection_lib.deliver_challenge, connection_lib.answer_challenge]
+  with connected:
+    connected.settimeout(None)
+    connection = connection_lib.Connection(os.dup(connected.fileno()))
+    cut = threading.Timer(_PATIENCE_S, _cut_off, [connected])
+    cut.daemon = True
+    cut.start()
+    try:
+      _keep_alive(connected)
+      for step in steps if listens else reversed(steps):
+        step(connection, key)
+    except (
+      OSError,
+      EOFError,
+      AssertionError,  # Python 3.11, for what is no challenge
+      multiprocessing.AuthenticationError,
+    ) as error:
+      connection.close()
+      raise StrangerError(f"it does not know the key ({error})") from error
+    finally:
+      cut.cancel()
+  return connection
 
-  def accept() -> None:
-    pending[asyncio.ensure_future(loop.sock_accept(listener))] = None
 
-  end_s = loop.time() + timeout_s
-  try:
-    accept()
-    while (left_s := end_s - loop.time()) > 0:
-      done, _ = await asyncio.wait(
-        pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-      )
-      for task in done:
-        connection = pending.pop(task)
-        if connection is not None:
-          if not task.result():
-            num_refused += 1
-          elif not admit(connection):
-            return num_refused
-          continue
-        accept()
-        if task.exception() is None:  # it has not left already
-          caller, _ = task.result()
-          known = asyncio.ensure_future(_knows_the_key(caller, key))
-          pending[known] = caller
-      callers = [task for task, caller in pending.items() if caller is not None]
-      for task in callers[: max(0, len(callers) - _MOST_CALLERS)]:
-        task.cancel()
-  finally:
-    for task in pending:
-      task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    for caller in pending.values():
-      if caller is not None:
-        caller.close()
-  return num_refused
+def _cut_off(connected: socket.socket) -> None:
+  with contextlib.suppress(OSError):  # it has just been closed
+    connected.shutdown(socket.SHUT_RDWR)
+
+
+def _keep_alive(connected: socket.socket) -> None:
+  connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+  connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  for name, value in (
+    ("TCP_KEEPIDLE", _IDLE_S),
+    ("TCP_KEEPINTVL", _PROBE_S),
+    ("TCP_KEEPCNT", _NUM_PROBES),
+  ):
+    if hasattr(socket, name):  # they have other names on some systems
+      connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 # -- process 0 -----------------------------------------------------------------
+
+
+def _callers(
+  listener: socket.socket, key: bytes, timeout_s: float
+) -> Iterator[Any]:
+  """Yield connections with what the caller says, until the time is up.
+
+  A caller who does not get so far is an exception instead.
+  """
+  arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+  threads: list[threading.Thread] = []
+
+  def greet(caller: socket.socket) -> None:
+    connection = recognised(caller, key, listens=True)
+    arrived.put((connection, connection.recv()))
+
+  listener.settimeout(_LOOK_S)
+  end_s = time.monotonic() + timeout_s
+  while time.monotonic() < end_s:
+    threads = [thread for thread in threads if thread.is_alive()]
+    if len(threads) < _MOST_CALLERS:
+      with contextlib.suppress(OSError):  # nobody has come
+        caller, _ = listener.accept()
+        threads.append(
+          supervisor_lib.start_thread(
+            "caller", functools.partial(greet, caller), arrived.put
+          )
+        )
+    else:
+      time.sleep(_LOOK_S)
+    while not arrived.empty():
+      yield arrived.get()
 
 
 def gather(
@@ -394,54 +360,43 @@ def gather(
   """
   size, of, key = invitation.size, invitation.of, invitation.key
   assert isinstance(key, bytes)
+  connections: list[connection_lib.Connection] = []
   found: dict[int, connection_lib.Connection] = {}
   hosts = {socket.gethostname()}
-  refused: list[connection_lib.Connection] = []
-
-  def admit(arrived: socket.socket) -> bool:
-    connection = _kept_alive(arrived)
-    try:
-      if not connection.poll(_PATIENCE_S):
-        return True
-      hello = connection.recv()
-    except (EOFError, OSError):
-      return True
-    rank, host = hello["rank"], hello["host"]
-    is_new = 0 < rank < size and rank not in found
-    if is_new:
-      found[rank] = connection
-    else:
-      refused.append(connection)
-    hosts.add(host)
-    _check_hello(hello, facts, size, is_new)
-    return len(found) < size - 1
-
+  num_strangers = 0
   try:
     with listener:
-      num_refused = asyncio.run(
-        let_in(listener, key, admit, invitation.timeout_s)
-      )
-    missing = sorted(set(range(1, size)) - found.keys())
-    strangers = f"; {num_refused} callers did not know the key in the workdir"
-    if missing:
-      raise sections.ConfigError(
+      for came in _callers(listener, key, invitation.timeout_s):
+        if isinstance(came, BaseException):
+          num_strangers += isinstance(came, StrangerError)
+          continue
+        connection, hello = came
+        connections.append(connection)
+        hosts.add(hello["host"])
+        _check_hello(hello, facts, size, found)
+        found[hello["rank"]] = connection
+        if len(found) == size - 1:
+          break
+    if missing := sorted(set(range(1, size)) - found.keys()):
+      line = (
         f"cluster.{of}_processes: {len(found) + 1} of {size} processes came"
         f" within {invitation.timeout_s:g} s (cluster.start_timeout_s);"
         f" missing: process {', '.join(map(str, missing))}"
-        + strangers
-        * bool(num_refused)
       )
+      if num_strangers:
+        line += f"; {num_strangers} callers did not know the key in the workdir"
+      raise sections.ConfigError(line)
     about = {
       "service": f"{invitation.where.rpartition(':')[0]}:{free_port()}",
       "is_one_host": len(hosts) == 1,
     }
-    for connection in found.values():
+    for connection in connections:
       connection.send(about)
   except (sections.ConfigError, OSError) as error:
     line = str(error)
     if not isinstance(error, sections.ConfigError):
       line = f"{_FIELD}: a process was lost while the {of} started ({error})"
-    for connection in (*found.values(), *refused):
+    for connection in connections:
       with contextlib.suppress(OSError):
         connection.send(line)
         connection.close()
@@ -450,14 +405,19 @@ def gather(
 
 
 def _check_hello(
-  hello: Mapping[str, Any], facts: Mapping[str, Any], size: int, is_new: bool
+  hello: Mapping[str, Any],
+  facts: Mapping[str, Any],
+  size: int,
+  found: Container[int],
 ) -> None:
   """Check what a process says of itself.
 
   Raises:
     ConfigError: it cannot work with process 0.
   """
-  who = f"process {hello['rank']} on {hello['host']}"
+  rank = hello["rank"]
+  who = f"process {rank} on {hello['host']}"
+  is_new = 0 < rank < size and rank not in found
   sections.require(
     is_new and hello["size"] == size,
     "process_id",
@@ -475,56 +435,33 @@ def _check_hello(
     )
 
 
-def _kept_alive(connection: socket.socket) -> connection_lib.Connection:
-  """Return a connection with which the kernel notices that a host is gone."""
-  connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-  connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-  for name, value in (
-    ("TCP_KEEPIDLE", _IDLE_S),
-    ("TCP_KEEPINTVL", _PROBE_S),
-    ("TCP_KEEPCNT", _NUM_PROBES),
-  ):
-    if hasattr(socket, name):  # they have other names on some systems
-      connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-  return connection_lib.Connection(connection.detach())
-
-
 # -- the others ----------------------------------------------------------------
 
 
 def join(
   invitation: Invitation, rank: int, facts: Mapping[str, Any]
 ) -> world_lib.World:
-  """Connect to the process that leads, as one of the others.
-
-  Args:
-    invitation: of the world.
-    rank: number of this process, from 1.
-    facts: values by name that have to be the same in each process.
+  """Connect to the process that leads, as process `rank` of 1 or more.
 
   Raises:
     ConfigError: one line; the processes cannot work together.
   """
   size, of = invitation.size, invitation.of
-  hello = {
-    "rank": rank,
-    "size": size,
-    "host": socket.gethostname(),
-    "facts": dict(facts),
-  }
-  with contextlib.ExitStack() as stack:
-    connection = stack.enter_context(_connected(invitation))
-    try:
-      connection.send(hello)
-      said = connection.recv()
-    except (EOFError, OSError) as error:
-      raise sections.ConfigError(
-        f"{_FIELD}: process 0 at {invitation.where} was lost while the {of}"
-        f" started ({error or 'it has ended'})"
-      ) from error
-    if isinstance(said, str):
-      raise sections.ConfigError(said)
-    stack.pop_all()
+  host = socket.gethostname()
+  hello = {"rank": rank, "size": size, "host": host, "facts": dict(facts)}
+  connection = _connected(invitation)
+  try:
+    connection.send(hello)
+    said = connection.recv()
+  except (EOFError, OSError) as error:
+    connection.close()
+    raise sections.ConfigError(
+      f"{_FIELD}: process 0 at {invitation.where} was lost while the {of}"
+      f" started ({error or 'it has ended'})"
+    ) from error
+  if isinstance(said, str):
+    connection.close()
+    raise sections.ConfigError(said)
   return world_lib.World(rank, size, {0: connection}, of=of, **said)
 
 
@@ -538,7 +475,7 @@ def _connected(invitation: Invitation) -> connection_lib.Connection:
   end_s = time.monotonic() + invitation.timeout_s
   while True:
     try:
-      connection = socket.create_connection(
+      connected = socket.create_connection(
         invitation.address, timeout=_PATIENCE_S
       )
     except OSError as error:
@@ -548,14 +485,9 @@ def _connected(invitation: Invitation) -> connection_lib.Connection:
       )
     else:
       known = key if isinstance(key, bytes) else _read_key(key)
-      try:
+      with connected, contextlib.suppress(StrangerError):
         if isinstance(known, bytes):
-          prove(connection, known)
-          connection.settimeout(None)
-          return _kept_alive(connection)
-      except OSError:
-        pass
-      connection.close()
+          return recognised(connected, known, listens=False)
       line = f"{_FIELD}: process 0 at {where} does not know the key"
       if not isinstance(key, bytes):
         field = known if isinstance(known, str) else next(iter(key))
@@ -580,9 +512,8 @@ def meet(
   Args:
     rank: number of this process.
     invitation: of the world; its key is not read.
-    directories: that every process has to see, by the settings that name them.
-      They are created.
-    facts: values by name that have to be the same in each process.
+    directories: as in `key_for_others`.
+    facts: as in `gather`.
 
   Raises:
     ConfigError: one line; the processes cannot work together.

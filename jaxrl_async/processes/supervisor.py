@@ -35,11 +35,8 @@ def start_thread(
 ) -> threading.Thread:
   """Run `target` in a daemon thread.
 
-  Args:
-    name: of the thread.
-    target: the function to run.
-    on_failure: is called in that thread with the exception that `target`
-      raised, whatever its class.
+  `on_failure` is called in that thread with what `target` raised, whatever its
+  class.
   """
 
   def guarded():
@@ -325,11 +322,8 @@ class StallWatch:
   def check(self, progress: object, report: Callable[[], list[str]]) -> None:
     """Raise if `progress` has not changed for the whole timeout.
 
-    Call this about every second, or more often.
-
-    Args:
-      progress: a value that changes when something moves.
-      report: returns parts of a line that say who waits for what.
+    Call this about every second, or more often. `report` returns parts of a
+    line that say who waits for what.
 
     Raises:
       StallError: it has not changed.

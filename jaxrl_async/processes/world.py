@@ -94,12 +94,8 @@ class World:
     """Take over the connections, and watch them from now on.
 
     Args:
-      rank: number of this process.
-      size: number of processes.
       connections: to each follower, or from a follower to process 0.
       of: what the processes form, for errors.
-      is_one_host: whether all processes are on one host.
-      service: HOST:PORT for JAX's own service in process 0.
     """
     self.rank = rank
     self.size = size
@@ -153,10 +149,8 @@ class World:
   ) -> None:
     """Tell all followers what comes next. Only process 0 tells anything.
 
-    Args:
-      command: what they shall do.
-      parts: arguments for each process of the world.
-      **same: arguments that are the same for all.
+    The arguments are the same for all, but for those in `parts`, which holds
+    some for each process of the world.
     """
     if not self.leads:
       return

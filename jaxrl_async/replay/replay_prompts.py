@@ -2,8 +2,6 @@
 
 import collections
 from collections.abc import Iterable, Mapping
-import copy
-import dataclasses
 import pathlib
 from typing import Any
 
@@ -18,15 +16,11 @@ from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.replay import recorded_timing
 from jaxrl_async.reporting import progress as progress_lib
 
-_BEGINNING = {"next_index": 0, "num_too_long": 0}  # a stream without rests
-
 
 class RecordedPrompts:
   """Draws the prompts that the run has drawn, and keeps those that are needed.
 
-  The run gave the group of each index the next prompt of its stream, and passed
-  over questions that rested. Here nothing rests, so that the prompt of a group
-  may come later in the stream, but only by a number that is known. A prompt
+  The run gave the group of each index the next prompt of its stream. A prompt
   that does not come by then has gone from the data.
   """
 
@@ -53,15 +47,11 @@ class RecordedPrompts:
     self._stop = stop
     self._num_drawn = 0
     self._first_index = host_state.get("next_index", 0)
-    self._name, self._task = source.items.name, source.task
-    task = copy.deepcopy(source.task)
-    task.rest_after = 0
-    self._stream = prompts.PromptStream(
-      dataclasses.replace(source, task=task), source_lib.Split.TRAIN
-    )
+    self._name = source.items.name
+    self._stream = prompts.PromptStream(source, source_lib.Split.TRAIN)
     self._stream.exclude(excluded)
-    state = host_state.get("stream", _BEGINNING)
-    self._stream.restore({name: state[name] for name in _BEGINNING})
+    if host_state:
+      self._stream.restore(host_state["stream"])
 
   def take(self, group: recorded_timing.RecordedGroup) -> types.Prompt:
     """Return the prompt of a group, once for each group.
@@ -71,7 +61,7 @@ class RecordedPrompts:
     """
     wanted = group.prompt_id
     while wanted not in self._found:
-      if self._num_drawn > self._most(group.index):
+      if self._num_drawn > group.index - self._first_index:
         raise sections.ConfigError(
           f"task.dataset: {self._name} no longer has the question {wanted} of"
           f" group {group.index}; the data are not those of the run"
@@ -85,15 +75,6 @@ class RecordedPrompts:
     if self._needed[wanted]:
       return self._found[wanted]
     return self._found.pop(wanted)
-
-  def _most(self, index: int) -> int:
-    """Return the number of prompts before that of a group, at most.
-
-    Each group lets a question rest at most once, for `rest_for` passes.
-    """
-    if self._task.rest_after:
-      return (index + 1) * (1 + self._task.rest_for)
-    return index - self._first_index
 
   def close(self) -> None:
     """End what makes questions."""

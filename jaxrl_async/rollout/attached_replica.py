@@ -36,8 +36,7 @@ class AttachedReplica:
     """Take over a replica.
 
     Args:
-      replica: the replica.
-      link: that it was created with.
+      link: that the replica was created with.
       busy: of its scheduler.
       report_every_s: seconds between two reports of what is half-written.
       seconds: a clock, which stands still while a program is compiled.
@@ -47,7 +46,7 @@ class AttachedReplica:
     self._busy = busy
     self._report_every_s = report_every_s
     self._seconds = seconds
-    self._wait_s = self._step_s = 0.0
+    self._wait_s = 0.0
     self._reported_s = self._beat_s = seconds()
     self._said_s = 0.0  # by the clock `busy`, at the last `collect`
     self._busy_s = 0.0  # as of then
@@ -71,11 +70,9 @@ class AttachedReplica:
     if replica.may_adopt():
       replica.adopt()
     replica.feed()
-    start_s = self._seconds()
     can_step = replica.can_step
     if can_step:
       replica.step()
-      self._step_s += self._seconds() - start_s
     else:
       start_s = self._seconds()
       if replica.version < 0:
@@ -115,6 +112,4 @@ class AttachedReplica:
         for one in self._busy.since(before_s)
       ),
       still_s=self._seconds() - self._beat_s,
-      step_s=self._step_s,
-      num_steps=replica.scheduler.stats.decode_steps,
     )

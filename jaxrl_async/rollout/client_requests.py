@@ -19,19 +19,15 @@ class ClientRequests(Protocol):
   ) -> None:
     """Submit the next requests and cancel those whose clients have left.
 
-    Args:
-      scheduler: the scheduler that generates the completions.
-      most: the largest number of request sequences that the scheduler may hold
-        at a time. None sets no limit.
+    The scheduler may hold at most `most` sequences of requests at a time; None
+    sets no limit.
     """
     ...
 
   def deliver(self, ended: Iterable[sequence_lib.Sequence]) -> None:
     """Send clients the tokens that were generated since the last call.
 
-    Args:
-      ended: the sequences that `Scheduler.step` returned. Sequences that do
-        not belong to a request are ignored.
+    Of what `Scheduler.step` returned, other sequences are ignored.
     """
     ...
 
@@ -40,9 +36,5 @@ class ClientRequests(Protocol):
     ...
 
   def close(self, *, has_failed: bool) -> None:
-    """End all unfinished requests and accept no further ones.
-
-    Args:
-      has_failed: whether the rollout worker ended with an error.
-    """
+    """End all unfinished requests and accept no further ones."""
     ...

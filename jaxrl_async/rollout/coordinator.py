@@ -47,7 +47,6 @@ class Coordinator:
 
   Attributes:
     stream: the source of prompts for new groups.
-    busy: the clock of the rollout slice.
     questions: of evaluations, which are answered beside the groups.
     recorded_tokens: tokens that replicas reported, without those below.
     refused_tokens: tokens that replicas reported of groups that had ended, or
@@ -74,7 +73,7 @@ class Coordinator:
     self._buffer = buffer
     self._rewards = rewards
     self._ledger = ledger
-    self.busy = self._busy = busy
+    self._busy = busy
     self._episode = episode
     self._new_deadline = new_deadline
     self.questions = questions_lib.Questions(
@@ -165,11 +164,14 @@ class Coordinator:
     """Record the policy version that a replica holds."""
     self._versions[adopted.replica] = adopted.version
 
-  def drained(self, drained: messages.Drained) -> None:
-    """Let the groups of a drained replica wait for another replica."""
-    self._versions.pop(drained.replica, None)
-    self.questions.take_back(drained.replica)
-    self._take_back({drained.replica})
+  def drained(self, replica: str) -> None:
+    """Let the groups of a replica wait for another, which goes on with them.
+
+    The replica was lost, or its groups were taken from it.
+    """
+    self._versions.pop(replica, None)
+    self.questions.take_back(replica)
+    self._take_back({replica})
 
   def cut(self, version: int) -> None:
     """Let all groups wait for a replica that holds at least this version.
@@ -304,11 +306,7 @@ class Coordinator:
   # -- groups and members ---------------------------------------------------
 
   def _next_group(self, version: int) -> running_group.RunningGroup | None:
-    """Return a group for a replica of this version, or None if there is none.
-
-    Args:
-      version: the policy version that the replica holds.
-    """
+    """Return a group for a replica of this version; None if there is none."""
     # No token of a group may be older than the group's birth version.
     if version < self._oldest_version:
       return None
@@ -494,9 +492,6 @@ class Coordinator:
     is_empty = types.teach_nothing(
       rewards, reads_token_scores=self.settings.reads_token_scores
     )
-    # One that is left of a group does not tell how hard its question is.
-    if len(rewards) > 1 or not group.dropped:
-      self.stream.record(running.prompt.prompt_id, teaches=not is_empty)
     if self.settings.filter_zero_std and is_empty:
       self._ledger.add_filtered(group)
       self._buffer.drop(index)

@@ -37,12 +37,7 @@ def single_turn(prompt: types.Prompt) -> Turns:
 def advance(turns: Turns, written: np.ndarray | None) -> np.ndarray | None:
   """Send a completion to an episode and return the tokens of its next prompt.
 
-  Args:
-    turns: the episode's generator.
-    written: the completion of the last turn. None starts the first turn.
-
-  Returns:
-    The token ids to append to the trajectory, or None if the episode has ended.
+  None starts the first turn. None is returned if the episode has ended.
 
   Raises:
     EpisodeError: the episode raised, yielded no tokens, or returned before its

@@ -56,20 +56,11 @@ class Fleet(rollout_side.RolloutSide):
   ):
     """Create a fleet without replicas.
 
+    What is not named here is described in `roster`.
+
     Args:
       coordinator: belongs to the fleet from now on.
-      launch: starts the replica of a place, or finds one that was started by an
-        earlier start of this run. It does not wait for it.
-      spec: what each replica is attached with.
-      num_replicas: the number of places.
-      replica_timeout_s: a replica loses its groups after so long a silence.
-      start_timeout_s: enough replicas have to be ready after so long. A replica
-        whose process has started is given up after so long.
-      hang_timeout_s: a replica is replaced whose thread stands still for so
-        long.
       busy: records how long the replicas' devices are busy, on average.
-      note: is called with a line when a replica comes, goes or fails.
-      seconds: a clock.
       poll_s: how long a round waits for something to happen.
     """
     super().__init__(coordinator)
@@ -84,7 +75,7 @@ class Fleet(rollout_side.RolloutSide):
       replica_timeout_s=replica_timeout_s,
       start_timeout_s=start_timeout_s,
       hang_timeout_s=hang_timeout_s,
-      on_gone=self._drain,
+      on_gone=coordinator.drained,
       has_trained=self._has_trained,
       note=note,
       seconds=seconds,
@@ -190,9 +181,6 @@ class Fleet(rollout_side.RolloutSide):
     self._roster.relaunch_lost()
     self._take_events(self._poll_s)
     self._roster.look_for_silence()
-
-  def _drain(self, name: str) -> None:
-    self.coordinator.drained(messages.Drained(replica=name))
 
   def _has_trained(self) -> bool:
     """Return whether this start of the run has made a train step."""

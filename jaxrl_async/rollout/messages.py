@@ -8,7 +8,6 @@ All calls are made by replicas, through `CoordinatorLink`:
     admit     asks for turns; the answer holds them
     report    passes on trajectories; the answer says how they continue
     adopted   says that the replica holds other weights
-    drained   says that the replica generates nothing any more
 
 Within one process these are method calls. The messages could also be sent to
 another process: they are frozen, consist of plain data and numpy arrays, and
@@ -117,16 +116,6 @@ class Adopted:
   version: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Drained:
-  """A notice that a replica was stopped or lost and generates nothing more.
-
-  Another replica continues its groups from the last report.
-  """
-
-  replica: str
-
-
 @runtime_checkable
 class CoordinatorLink(Protocol):
   """The interface of the coordinator that replicas use."""
@@ -141,8 +130,4 @@ class CoordinatorLink(Protocol):
 
   def adopted(self, adopted: Adopted) -> None:
     """Record the policy version that a replica holds."""
-    ...
-
-  def drained(self, drained: Drained) -> None:
-    """Let the groups of a drained replica wait for another replica."""
     ...

@@ -24,15 +24,7 @@ from jaxrl_async.rollout import running_group
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-  """How questions are answered.
-
-  Attributes:
-    samples: answers to each question.
-    temperature: the sampling temperature; 0 is greedy.
-    max_completion_tokens: longest answer.
-    stop: texts each of which ends an answer.
-    stop_token_ids: tokens each of which ends an answer.
-  """
+  """How questions are answered, each `samples` times."""
 
   samples: int = 1
   temperature: float
@@ -46,11 +38,9 @@ class Question(NamedTuple):
 
   Attributes:
     of: the set of questions.
-    number: of the question in its set. With that of the answer it decides the
-      random numbers.
-    sample: number of the answer among those to its question.
-    prompt: of the question.
-    settings: how it is answered.
+    number: of the question in its set.
+    sample: number of the answer among those to its question. With `number` it
+      decides the random numbers.
   """
 
   of: str
@@ -68,11 +58,7 @@ def of_set(
 ) -> list[Question]:
   """Return all answers that are wanted to a set of questions, in order.
 
-  Args:
-    name: of the set.
-    prompts: of its questions.
-    settings: how they are answered.
-    numbers: of the questions that are asked; None is all of them.
+  Only the questions of these numbers are asked; None is all of them.
   """
   asked = range(len(prompts)) if numbers is None else numbers
   return [
@@ -91,7 +77,6 @@ def turn_of(
   """Return the turn in which a question is answered.
 
   Args:
-    question: what is asked.
     index: negative, and of no other turn.
     max_tokens: the longest answer with its question.
     version: of the policy that may answer it first.
@@ -131,12 +116,7 @@ class Answer(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Running:
-  """An answer that is not complete.
-
-  Attributes:
-    turn: with the answer as it was last reported.
-    replica: that writes it; None while it waits for one.
-  """
+  """An answer as it was last reported, and the replica that writes it."""
 
   question: Question
   turn: messages.Turn

@@ -49,9 +49,6 @@ class Said:
     activities: the last of these periods.
     still_s: for how long the thread that generates has not come round, without
       the seconds in which it has compiled.
-    step_s: seconds in which it has generated since it got its name, without
-      those in which it has compiled.
-    num_steps: decode steps that it has made in this time.
   """
 
   name: str
@@ -63,8 +60,6 @@ class Said:
   busy_s: float
   activities: tuple[Activity, ...] = ()
   still_s: float = 0.0
-  step_s: float = 0.0
-  num_steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,12 +138,7 @@ class RemoteLink:
     name: str,
     new_condition: Callable[[], threading.Condition] = threading.Condition,
   ):
-    """Create a link for a replica of this name.
-
-    Args:
-      name: of the replica.
-      new_condition: makes the condition; on another clock, of another kind.
-    """
+    """Create a link for a replica; a virtual clock has its own conditions."""
     self.name = name
     self._condition = new_condition()
     self._told: list[wire.PackedReport | messages.Adopted] = []
@@ -183,10 +173,6 @@ class RemoteLink:
     with self._condition:
       self._told.append(adopted)
       self._condition.notify_all()
-
-  def drained(self, drained: messages.Drained) -> None:
-    """Do nothing: the coordinator notices when the replica is gone."""
-    del drained
 
   def wait(self, timeout_s: float) -> None:
     """Wait until work has arrived, at most `timeout_s` seconds."""

@@ -60,12 +60,11 @@ class Replica:
     """Create a replica.
 
     Args:
-      name: a name that no other replica of the run has or had.
       link: the coordinator that gives it turns.
-      scheduler: the scheduler that it drives from now on.
-      channel: the channel through which it gets new weights.
-      tokenizer: of the policy, to find the texts that end turns.
-      requests: client requests to serve beside the turns, if any.
+      scheduler: belongs to the replica from now on.
+      channel: brings new weights.
+      tokenizer: finds the texts that end turns.
+      requests: are served beside the turns.
       fetch: begins to fetch a version.
     """
     self.name = name
@@ -182,16 +181,11 @@ class Replica:
     """Report all trajectories with the tokens read from the device so far."""
     self._report(list(self._writing.values()))
 
-  def drain(self) -> None:
-    """Report all trajectories and drop them, so that another can continue."""
-    self.give_back()
-    self._link.drained(messages.Drained(replica=self.name))
-
   def give_back(self) -> None:
     """Report all trajectories and drop them; the replica can have others."""
     self.report_all()
     for owner in {owner for owner, _ in self._writing}:
-      self._cancel(owner)
+      self.scheduler.cancel(owner)
     self._writing.clear()
     self._num_known.clear()
 
@@ -200,10 +194,7 @@ class Replica:
   ) -> None:
     """End client requests, and wait for what is fetched.
 
-    Args:
-      has_failed: whether the rollout worker ended with an error.
-      fetch_timeout_s: how long to wait for a version that is being fetched. It
-        needs the memory of a version until then.
+    A version that is still being fetched needs the memory of a version.
     """
     if self._requests is not None:
       self._requests.close(has_failed=has_failed)
@@ -245,14 +236,11 @@ class Replica:
       self.scheduler.submit(sequence)
     cancelled = {sequence_lib.Owner(_GROUP, group) for group in work.cancelled}
     for owner in cancelled:
-      self._cancel(owner)
+      self.scheduler.cancel(owner)
     aborted = [s for s in self._writing.values() if s.owner in cancelled]
     for sequence in aborted:
       sequence.finish_reason = types.FinishReason.ABORTED
     self._report(aborted)
-
-  def _cancel(self, owner: sequence_lib.Owner) -> None:
-    self.scheduler.cancel(owner)
 
 
 def sequence_of(

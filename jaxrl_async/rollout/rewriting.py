@@ -51,13 +51,9 @@ class Rewritten:
     """Begin with the first prompt of the episode, or with what is written.
 
     Args:
-      admission: of the group.
-      prompt: of the group.
       builds: the recorded caches, in order.
       episode: of this member, not started.
-      settings: of the run that is recorded.
       begun: what a checkpoint holds of the trajectory, if it does.
-      member: index within the group.
 
     Raises:
       RewritingError: the record has no cache that continues what is written.
@@ -144,11 +140,9 @@ class Rewritten:
       self._check_next()
 
   def _continue(self, prompt: np.ndarray | None) -> None:
-    """Append the prompt of the next turn, or end.
+    """Append the prompt of the next turn, if there is one, or end.
 
-    Args:
-      prompt: of the next turn. None if there is none; empty if the turn goes
-        on.
+    The prompt is empty if the turn goes on.
     """
     if prompt is None:
       self.is_done = True
@@ -209,9 +203,7 @@ class Rewriting:
   ) -> Iterator[int]:
     """Generate every stretch of a version, and yield tokens after each call.
 
-    Args:
-      params: the weights of that version.
-      version: it; call this for one version after the other.
+    It is called for one version after the other.
 
     Raises:
       RewritingError: the record does not fit what is generated.

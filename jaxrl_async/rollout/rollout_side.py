@@ -40,9 +40,7 @@ class RolloutSide(abc.ABC):
   ):
     """Create a rollout side; a thread of the caller has to call `run`.
 
-    Args:
-      coordinator: of the run.
-      seconds: the clock of the time for which a pause is waited.
+    `seconds` is the clock of the time for which a pause is waited.
     """
     self.coordinator = coordinator
     self._gate = Gate(seconds)
@@ -131,9 +129,6 @@ class RolloutSide(abc.ABC):
     A replica in this process stands still then. Others go on with what they
     have.
 
-    Args:
-      timeout_s: how long to wait for the thread to stop, in seconds.
-
     Raises:
       TimeoutError: the thread did not stop in time.
     """
@@ -197,11 +192,7 @@ class Gate:
   """
 
   def __init__(self, seconds: Callable[[], float] | None = None):
-    """Create an open gate.
-
-    Args:
-      seconds: the clock of the time for which a pause is waited.
-    """
+    """Create an open gate; `seconds` is the clock of the wait for a pause."""
     self._seconds = seconds
     self._condition = threading.Condition()
     self._num_pausers = 0
@@ -253,10 +244,6 @@ class Gate:
     self, timeout_s: float, status: Callable[[], str]
   ) -> Iterator[None]:
     """Hold the thread at the gate while the context is open.
-
-    Args:
-      timeout_s: how long to wait for the thread to come, in seconds.
-      status: describes the thread, for the error message.
 
     Raises:
       TimeoutError: the thread did not come in time.

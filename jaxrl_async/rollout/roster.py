@@ -8,7 +8,6 @@ A replica may fail to answer in several ways, and each has a limit:
 | it says nothing | `replica_timeout_s` | its groups go to others |
 | it still says nothing | `start_timeout_s` more | it is killed and replaced |
 | it answers, but its thread stands still | `hang_timeout_s` | the same |
-| its decode steps take 20 times as long | `replica_timeout_s` | the same |
 | its process runs, but it is not attached | `start_timeout_s` | the same |
 | its process waits for a free host | never | it joins late |
 """
@@ -24,7 +23,6 @@ from typing import Any
 
 from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.rollout import messages
-from jaxrl_async.rollout import pace as pace_lib
 from jaxrl_async.rollout import remote
 
 # Seconds before a replica is started again. They double with each failure.
@@ -65,7 +63,6 @@ class Member:
       has started.
     num_failures: how often it failed since it last ended a trajectory.
     totals: its counters as it said them last.
-    pace: of the decode steps of its process, since it was READY first.
   """
 
   place: int
@@ -82,7 +79,6 @@ class Member:
   attaching: futures.Future[None] | None = None
   num_failures: int = 0
   totals: dict[str, int | float] = dataclasses.field(default_factory=dict)
-  pace: pace_lib.Pace | None = None
 
   @property
   def is_attaching(self) -> bool:
@@ -134,14 +130,9 @@ class Roster:
       launch: starts the replica of a place, or finds one that was started by an
         earlier start of this run. It does not wait for it.
       spec: what each replica is attached with.
-      num_replicas: the number of places.
-      replica_timeout_s: see the table of this module.
-      start_timeout_s: the same.
-      hang_timeout_s: the same.
       on_gone: is called with the name of a replica that loses its groups.
       has_trained: returns whether this start of the run has made a train step.
       note: is called with a line when a replica comes, goes or fails.
-      seconds: a clock.
     """
     self.members = [Member(place=i) for i in range(num_replicas)]
     self.may_fail = False
@@ -178,11 +169,6 @@ class Roster:
     for name in _AVERAGED:
       totals[name] /= len(self.members)
     return totals
-
-  def handles(self, *states: State) -> list[remote.Handle]:
-    """Return the replicas in one of these states."""
-    handles = [(member.state, member.handle) for member in self.members]
-    return [h for state, h in handles if state in states and h is not None]
 
   # -- the thread that drives the fleet -------------------------------------
 
@@ -249,15 +235,6 @@ class Roster:
         self._note(f"{member.name} is heard again")
       self._attach(member)
       return False
-    if self._lags(member, said):
-      self._fail(
-        member,
-        remote.ReplicaFailed(
-          f"its decode steps take more than {pace_lib.LAG:g} times as long as"
-          " those of the others"
-        ),
-      )
-      return False
     member.since_s, member.version = self._seconds(), said.version
     with self._totals_lock:
       member.totals = said.totals
@@ -270,22 +247,6 @@ class Roster:
       }
     self._collect(member)
     return True
-
-  def _lags(self, member: Member, said: remote.Said) -> bool:
-    """Return whether a replica is far slower than the others."""
-    assert member.pace is not None
-    return member.pace.lags(
-      self._seconds(),
-      said.step_s,
-      said.num_steps,
-      (
-        other.pace
-        for other in self.members
-        if other is not member
-        and other.state is State.READY
-        and other.pace is not None
-      ),
-    )
 
   def recall(self) -> None:
     """Let each replica begin anew under another name."""
@@ -346,10 +307,6 @@ class Roster:
 
   def _on_attached(self, member: Member) -> None:
     member.state, member.since_s = State.READY, self._seconds()
-    if member.pace is None:
-      member.pace = pace_lib.Pace(self._replica_timeout_s, member.since_s)
-    else:
-      member.pace.resume(member.since_s)
     self._note(f"{member.name} is ready")
     self._collect(member)
 
@@ -392,7 +349,7 @@ class Roster:
     self._note(line)
     assert member.handle is not None
     member.handle.kill()  # it may have other processes
-    member.handle = member.attaching = member.pace = None
+    member.handle = member.attaching = None
 
   def _fail(self, member: Member, error: remote.ReplicaFailed) -> None:
     """Start a replica again that has failed, unless this ends the run.

@@ -95,11 +95,7 @@ class RunningGroup:
     )
 
   def add(self, begin: int, piece: Piece) -> None:
-    """Append what a replica reported of a member.
-
-    Args:
-      begin: how many tokens of the trajectory come before it.
-      piece: the new tokens.
+    """Append what a replica reported after the first `begin` tokens.
 
     Raises:
       ValueError: there are tokens between what is known and what was reported.
@@ -147,12 +143,7 @@ def joined(
 ) -> list[types.Trajectory]:
   """Return trajectories with what replicas have written after them.
 
-  Args:
-    known: the trajectories so far.
-    pieces: of each; at least one in all.
-
-  Returns:
-    Trajectories whose arrays share one memory.
+  There is at least one piece. The arrays of what is returned share one memory.
   """
   # This is done for every trajectory. One concatenation for all of them takes
   # a quarter of the time, and `dataclasses.replace` would double it.
@@ -219,10 +210,7 @@ def oldest_metrics(
 ) -> dict[str, float]:
   """Return which group training will wait for first, and how old it is.
 
-  Args:
-    groups: those that are being generated or scored, by index. Another thread
-      may add and remove some.
-    now_s: by the clock of their times.
+  Another thread may add and remove groups meanwhile.
   """
   oldest = min(
     list(groups.values()),

@@ -29,12 +29,9 @@ class WeightFetch:
     engine: engine_lib.Engine,
     newer_than: int,
   ):
-    """Begin to fetch the newest version of the channel.
+    """Begin to fetch the newest version of the channel for an engine.
 
-    Args:
-      channel: of which the newest version is fetched.
-      engine: that the weights are placed for.
-      newer_than: only a newer version is fetched.
+    Nothing is fetched if that version is not newer than `newer_than`.
     """
     self._result: tuple[Any, int] | None = None
     self._failure: BaseException | None = None

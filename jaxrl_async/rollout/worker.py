@@ -33,13 +33,7 @@ class RolloutWorker(rollout_side.RolloutSide):
     replica: replica_lib.Replica,
     seconds: Callable[[], float] | None = None,
   ):
-    """Create a worker.
-
-    Args:
-      coordinator: of the run, and of the replica.
-      replica: the only one.
-      seconds: see `RolloutSide`.
-    """
+    """Create a worker for a coordinator and its only replica."""
     super().__init__(coordinator, seconds)
     self.replica = replica
     self._wait_s = 0.0
