@@ -51,39 +51,23 @@ def test_many_seeds_keep_every_invariant():
   assert len(found.seen) == 9 and min(found.seen.values()) >= 5, found.seen
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_hundreds_of_seeds_keep_every_invariant():
-  code, result = of_benchmark(f"--first={SEEDS}", "--seeds=500")
-  assert code == 0
-  assert result["seeds"] == 500
-  assert result["violations"] == result["deadlocks"] == 0
-  assert result["groups"] > 5_000 and result["groups_per_s"] > 0
-  assert len(result["faults"]) == 8 and min(result["faults"].values()) >= 15
-  assert len(result["seen"]) == 9 and min(result["seen"].values()) >= 15
-  assert result["wall_s"] > 0
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_ten_thousand_seeds_keep_every_invariant():
-  code, result = of_benchmark("--seeds=10000")
-  assert code == 0, result
-  assert result["seeds"] == 10_000 and result["groups"] > 100_000
-
-
-def of_benchmark(*more):
-  """The exit status of benchmarks/controller.py, and what it prints last."""
   path = pathlib.Path(__file__).parents[1] / "benchmarks" / "controller.py"
   done = subprocess.run(
-    [sys.executable, str(path), *more],
+    [sys.executable, str(path), "--seeds=10000"],
     capture_output=True,
     text=True,
     check=False,
   )
-  assert done.stdout, done.stderr
-  return done.returncode, json.loads(done.stdout.splitlines()[-1])
+  assert done.returncode == 0, done.stderr
+  result = json.loads(done.stdout.splitlines()[-1])
+  assert result["violations"] == result["deadlocks"] == 0
+  assert result["seeds"] == 10_000 and result["groups"] > 100_000
+  assert result["groups_per_s"] > 0 and result["wall_s"] > 0
+  assert len(result["faults"]) == 8 and min(result["faults"].values()) >= 200
+  assert len(result["seen"]) == 9 and min(result["seen"].values()) >= 200
 
 
 def record(seed, directory):
@@ -93,8 +77,8 @@ def record(seed, directory):
 
 
 def test_a_seed_is_the_same_run_every_time(tmp_path):
-  assert [record(seed, tmp_path) for seed in range(15)] == [
-    record(seed, tmp_path) for seed in range(15)
+  assert [record(seed, tmp_path) for seed in range(5)] == [
+    record(seed, tmp_path) for seed in range(5)
   ]
 
 
