@@ -1,6 +1,5 @@
 """Whole runs whose disk, rewards or terminal fail."""
 
-import importlib
 import json
 import os
 import pathlib
@@ -13,6 +12,7 @@ import jax
 import metrics_page
 import pytest
 import reward_scorers
+import surviving_books
 import test_run
 
 from jaxrl_async.evaluation import answers as answers_lib
@@ -234,11 +234,7 @@ def test_a_run_that_stands_still_under_a_jumping_clock_loses_only_time(
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_preempted_run_whose_checkpoint_does_not_fit_rolls_back(
-  tmp_path, monkeypatch
-):
-  monkeypatch.syspath_prepend(test_run.ROOT / "benchmarks")
-  surviving_books = importlib.import_module("surviving_books")
+def test_a_preempted_run_whose_checkpoint_does_not_fit_rolls_back(tmp_path):
   workdir, shown = tmp_path / "run", tmp_path / "shown"
   script = tmp_path / "held_up.py"
   script.write_text(HELD_UP)
