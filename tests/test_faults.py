@@ -50,20 +50,6 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_line(tmp_path):
   test_run.check_ledger(workdir, summary)
 
 
-@pytest.mark.slow
-def test_a_run_without_polars_says_so_at_its_start_and_writes_no_samples(
-  tmp_path, monkeypatch, capsys
-):
-  monkeypatch.setitem(sys.modules, "polars", None)  # as if not installed
-  config = test_run.make_config(num_steps=1, eval={"num_items": 4})
-  summary = test_run.start(config, tmp_path)
-  assert summary["train_steps"] == 1
-  said = capsys.readouterr().err
-  assert said.count("polars is not installed") == 1
-  assert said.index("polars is not installed") < said.index("questions 0/4")
-  assert not (tmp_path / "samples").exists()
-
-
 # Of all processes of a run: the time of day jumps by up to a day every second,
 # forwards and backwards.
 JUMPING_CLOCK = """
