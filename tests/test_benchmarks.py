@@ -7,19 +7,10 @@ import sys
 import threading
 
 import benchmark_module
-import jaxtyping
 import pytest
 
 
-@pytest.fixture
-def unchecked():
-  """The benchmark has stand-ins where the types ask for a worker."""
-  jaxtyping.config.update("jaxtyping_disable", True)
-  yield
-  jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.usefixtures("unchecked")  # it has a stand-in for the worker
 def test_books_and_buffer_are_measured_at_each_size(monkeypatch):
   bookkeeping = benchmark_module.imported("bookkeeping", monkeypatch)
   steps = bookkeeping.measure_steps([3, 120], repeats=2)

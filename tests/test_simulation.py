@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 
-import jaxtyping
 import pytest
 from simulation import case as case_lib
 from simulation import controller
@@ -28,15 +27,9 @@ from jaxrl_async.rollout import roster as roster_lib
 from jaxrl_async.rollout import running_group
 from jaxrl_async.rollout import worker as worker_lib
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 SEEDS = 160
-
-
-@pytest.fixture(autouse=True)
-def unchecked():
-  """Switch off shape checks: most of a seed's time would be theirs."""
-  jaxtyping.config.update("jaxtyping_disable", True)
-  yield
-  jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def test_many_seeds_keep_every_invariant():

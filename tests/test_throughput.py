@@ -6,12 +6,13 @@ import pathlib
 import subprocess
 import sys
 
-import jaxtyping
 import pytest
 from simulation import areal_comparison
 from simulation import presets
 from simulation import slice_sizes
 from simulation import throughput
+
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SYNC, OVERLAPPED, ASYNC = throughput.Mode
@@ -30,14 +31,6 @@ CLUSTER = throughput.Cluster(
   call_tokens=100,
 )
 TOKENS = 48_000
-
-
-@pytest.fixture(autouse=True)
-def unchecked():
-  """Switch off shape checks: most of the time would be theirs."""
-  jaxtyping.config.update("jaxtyping_disable", True)
-  yield
-  jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def step_s(mode, bound=0, **changes):
