@@ -363,9 +363,7 @@ def measure(
         file=sys.stderr,
       )
     driver.finish(num_more=4)
-    workdir = driver.workdir
-    used = json.loads((workdir / "weight_transfer.json").read_text())
-    left_in_memory = [path for path in used if os.path.exists(path)]
+  workdir = driver.workdir
   newest = surviving_books.newest_checkpoint(workdir)
   assert newest is not None
   state = json.loads((newest / "host_state.json").read_text())
@@ -375,6 +373,7 @@ def measure(
   assert final is not None
   books = [*driver.books, final]
   rewritten = surviving_books.changed_since(workdir, [b.prefix for b in books])
+  used = json.loads((workdir / "weight_transfer.json").read_text())
   return {
     "mode": mode,
     "replicas": replicas,
@@ -394,7 +393,7 @@ def measure(
     "missed": driver.num_missed,
     "ready_s_median": round(statistics.median(driver.ready_s or [0.0]), 1),
     "orphans_s_max": round(max(driver.orphans_s), 2),
-    "left_in_memory": left_in_memory,
+    "left_in_memory": [path for path in used if os.path.exists(path)],
   }
 
 

@@ -129,11 +129,3 @@ def test_the_script_prints_a_table_and_a_line_of_json():
   found = json.loads(last)
   assert len(table) == 2 + 3 and found["devices"] == 128
   assert [row["staleness"] for row in found["rows"]] == [0, 1, 1]
-
-
-@pytest.mark.slow
-def test_an_unknown_preset_is_one_line():
-  command = [sys.executable, "launch/simulate.py", "--preset=areal_2b"]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode and "areal_1p5b" in done.stderr
-  assert len(done.stderr.splitlines()) == 1
