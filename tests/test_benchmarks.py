@@ -11,8 +11,8 @@ import pytest
 
 
 @pytest.mark.usefixtures("unchecked")  # it has a stand-in for the worker
-def test_books_and_buffer_are_measured_at_each_size(monkeypatch):
-  bookkeeping = benchmark_module.imported("bookkeeping", monkeypatch)
+def test_books_and_buffer_are_measured_at_each_size():
+  bookkeeping = benchmark_module.imported("bookkeeping")
   steps = bookkeeping.measure_steps([3, 120], repeats=2)
   assert steps.keys() >= {"step_ms", "totals_us", "memory_mb"}
   groups = bookkeeping.measure_buffer([10, 50], repeats=2)
@@ -23,8 +23,8 @@ def test_books_and_buffer_are_measured_at_each_size(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_a_large_batch_has_the_same_books(monkeypatch):
-  bookkeeping = benchmark_module.imported("bookkeeping", monkeypatch)
+def test_a_killed_run_of_a_large_batch_has_the_same_books():
+  bookkeeping = benchmark_module.imported("bookkeeping")
   found = bookkeeping.measure_batches([1, 4], 512)
   assert found["survives"] == {"16": 0.0, "64": 1.0}
   for name in ("ledger_bytes", "timing_bytes", "message_mb", "memory_mb"):
@@ -32,7 +32,7 @@ def test_a_killed_run_of_a_large_batch_has_the_same_books(monkeypatch):
 
 
 def test_a_descriptor_that_is_about_to_be_closed_is_no_leak(monkeypatch):
-  serve_load = benchmark_module.imported("serve_load", monkeypatch)
+  serve_load = benchmark_module.imported("serve_load")
   monkeypatch.setattr(serve_load, "_COUNT_S", 0.3)
   process = os.getpid()
   before = serve_load._held(process)["descriptors"]

@@ -194,11 +194,11 @@ NIGHTLY = pytest.mark.nightly
   ids=["exact", "critic", "fast", "replicas"],
 )
 def test_a_run_that_is_killed_anywhere_loses_and_repeats_nothing(
-  options, num_kills, tmp_path, monkeypatch
+  options, num_kills, tmp_path
 ):
   if options.get("replicas"):
     pytest.importorskip("ray")
-  kill_resume = benchmark_module.imported("kill_resume", monkeypatch)
+  kill_resume = benchmark_module.imported("kill_resume")
   result = kill_resume.measure(
     tmp_path,
     num_kills,
