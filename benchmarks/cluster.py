@@ -47,8 +47,6 @@ import os
 import pathlib
 import pickle
 import secrets
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -59,6 +57,7 @@ from absl import flags
 from absl import logging
 import fake_replicas
 import fan_out
+import launching
 import numpy as np
 
 from jaxrl_async import types
@@ -317,27 +316,20 @@ def measure(directory: pathlib.Path, num_replicas: int) -> dict[str, float]:
 
 def compare_runs(directory: pathlib.Path) -> dict[str, float]:
   """Run the quickstart in one process, and with a replica in another."""
-  root = pathlib.Path(__file__).parents[1]
   step_s, idle_s = {}, {}
   for kind in ("local", "ray"):
     workdir = directory / kind
-    subprocess.run(
-      [
-        sys.executable,
-        str(root / "launch" / "train.py"),
-        f"--config={root / 'configs' / 'quickstart.py'}",
-        f"--workdir={workdir}",
-        f"--config.cluster.kind={kind}",
-        f"--config.train.num_steps={_RUN_STEPS.value}",
-        # Enough for solutions of about the usual length.
-        f"--config.warm_start.num_steps={_WARM_START_STEPS}",
-        "--config.eval.every=0",
-      ],
-      check=True,
-      stdout=subprocess.DEVNULL,
+    launching.launch(
+      "train.py",
+      f"--config={launching.ROOT / 'configs' / 'quickstart.py'}",
+      f"--workdir={workdir}",
+      f"--config.cluster.kind={kind}",
+      f"--config.train.num_steps={_RUN_STEPS.value}",
+      # Enough for solutions of about the usual length.
+      f"--config.warm_start.num_steps={_WARM_START_STEPS}",
+      "--config.eval.every=0",
     )
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    steps = [x for x in map(json.loads, lines) if "time/step_s" in x]
+    steps = [x for x in launching.metrics(workdir) if "time/step_s" in x]
     steps = steps[_COMPILING_STEPS:]
     step_s[kind] = float(np.mean([x["time/step_s"] for x in steps]))
     # Steps without an adoption have 0 here.

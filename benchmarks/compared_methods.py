@@ -98,33 +98,22 @@ def _made(
   launch_once: Callable[..., Any],
 ) -> dict[str, float]:
   """Return the numbers of one run, which may have been made before."""
-  directory = comparison.directory
-  usual = (
-    f"--config={launching.ROOT / 'configs' / 'staleness.py'}",
-    f"--config.seed={seed}",
-    *(f"--config.{setting}" for setting in comparison.further),
+  section = _overrides(METHODS[method]())
+  workdir = launching.after_warm_start(
+    comparison.directory,
+    f"{method}_{seed}",
+    config=launching.ROOT / "configs" / "staleness.py",
+    seed=seed,
+    further=comparison.further,
+    fields={
+      "train.num_steps": comparison.num_steps,
+      "eval.every": 0,
+      **{f"algorithm.{field}": value for field, value in section.items()},
+    },
+    launch_once=launch_once,
   )
-  params = launch_once("sft.py", directory, f"warm_start_{seed}", *usual)[
-    "params"
-  ]
-  name = f"{method}_{seed}"
-  launch_once(
-    "train.py",
-    directory,
-    name,
-    # While a run compiles, generation gets as far ahead as the bound allows.
-    f"--compile_cache={directory / name}.compiled",
-    *usual,
-    f"--config.warm_start.checkpoint={params}",
-    f"--config.train.num_steps={comparison.num_steps}",
-    "--config.eval.every=0",
-    *(
-      f"--config.algorithm.{field}={value}"
-      for field, value in _overrides(METHODS[method]()).items()
-    ),
-  )
-  summary = json.loads((directory / name / "summary.json").read_text())
-  steps = launching.metrics(directory / name)[1:]
+  summary = json.loads((workdir / "summary.json").read_text())
+  steps = launching.metrics(workdir)[1:]
   return {
     "eval_before": summary["eval_before"],
     "eval_after": summary["eval_after"],

@@ -17,7 +17,6 @@ the seconds of each stage, and what it achieved.
 
 import json
 import pathlib
-import subprocess
 import sys
 import time
 from typing import Any
@@ -25,26 +24,22 @@ from typing import Any
 from absl import app
 from absl import flags
 import code_task
-
-from jaxrl_async.reporting import metrics as metrics_lib
+import launching
 
 _TASK = flags.DEFINE_enum("task", "code", ["code", "gsm8k"], "Which way to go.")
 _DATA = flags.DEFINE_string("data", "../shared/data", "Directory of the data.")
 _WORKDIR = flags.DEFINE_string(
   "workdir", None, "Directory to write to.", required=True
 )
-_ROOT = pathlib.Path(__file__).parents[1]
 _NUM_STEPS = 5  # train steps at each end that a mean is taken over
 
 
 def _launch(script: str, *arguments: str) -> tuple[dict[str, Any], float]:
   """Run a launch script; return the JSON of its last line, and its seconds."""
-  command = [sys.executable, str(_ROOT / "launch" / f"{script}.py"), *arguments]
-  print(" ".join(command), file=sys.stderr)
+  print(script, *arguments, file=sys.stderr)
   start_s = time.perf_counter()
-  ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-  last = ran.stdout.strip().splitlines()[-1]
-  return json.loads(last), round(time.perf_counter() - start_s, 1)
+  found = launching.launch(script, *arguments)
+  return found, round(time.perf_counter() - start_s, 1)
 
 
 def _ends(steps: list[dict[str, Any]], name: str) -> list[float]:
@@ -58,13 +53,13 @@ def _code(workdir: pathlib.Path) -> dict[str, Any]:
   data = workdir / "data"
   counts = code_task.make(data)
   summary, seconds = _launch(
-    "train",
-    f"--config={_ROOT / 'configs' / 'code_small.py'}",
+    "train.py",
+    f"--config={launching.ROOT / 'configs' / 'code_small.py'}",
     f"--workdir={workdir / 'run'}",
     f"--config.task.dataset=jsonl:{data / 'train.jsonl'}",
     f"--config.task.eval_dataset=jsonl:{data / 'test.jsonl'}",
   )
-  steps = metrics_lib.by_step(workdir / "run")
+  steps = launching.metrics(workdir / "run")
   return {
     "questions": counts,
     "pass_rate_before": summary["eval_before"],
@@ -76,25 +71,25 @@ def _code(workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def _gsm8k(workdir: pathlib.Path, data: pathlib.Path) -> dict[str, Any]:
-  config = f"--config={_ROOT / 'configs' / 'gsm8k_small.py'}"
+  config = f"--config={launching.ROOT / 'configs' / 'gsm8k_small.py'}"
   settings = [
     f"--config.model.tokenizer={data / 'gpt2_tokenizer'}",
     f"--config.task.dataset=jsonl:{data / 'gsm8k' / 'train.jsonl'}",
     f"--config.task.eval_dataset=jsonl:{data / 'gsm8k' / 'test.jsonl'}",
   ]
   sft, sft_s = _launch(
-    "sft", f"{config}:sft", f"--workdir={workdir / 'sft'}", *settings
+    "sft.py", f"{config}:sft", f"--workdir={workdir / 'sft'}", *settings
   )
   train, train_s = _launch(
-    "train",
+    "train.py",
     config,
     f"--workdir={workdir / 'run'}",
     *settings,
     f"--config.warm_start.checkpoint={sft['params']}",
   )
-  steps = metrics_lib.by_step(workdir / "run")
+  steps = launching.metrics(workdir / "run")
   found, evaluate_s = _launch(
-    "evaluate",
+    "evaluate.py",
     f"--checkpoint={workdir / 'run'}",
     f"--output={workdir / 'evaluation'}",
     f"--dataset=jsonl:{data / 'gsm8k' / 'test.jsonl'}",
@@ -102,7 +97,7 @@ def _gsm8k(workdir: pathlib.Path, data: pathlib.Path) -> dict[str, Any]:
     "--samples=4",
   )
   _, export_s = _launch(
-    "export",
+    "export.py",
     f"--checkpoint={workdir / 'run'}",
     f"--output={workdir / 'exported'}",
   )

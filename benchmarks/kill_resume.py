@@ -45,6 +45,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -103,7 +104,10 @@ class Driver:
     flags_of_run: list[str],
     seed: int,
     targets: Sequence[str] = _TARGETS,
+    *,
+    temporary: str,
   ):
+    """Prepare the first start; `temporary` holds its temporary files."""
     self.workdir = directory / "run"
     self.stages: dict[str, int] = {}
     self.orphans_s: list[float] = []
@@ -117,6 +121,7 @@ class Driver:
     self.board = stage_board.Board(self._board_path)
     self._flags = [f"--workdir={self.workdir}", *flags_of_run]
     self._mark = ""
+    self._temporary = temporary
 
   def start(self, *more: str) -> subprocess.Popen:
     """Start the run, or resume it, in a process group of its own."""
@@ -135,7 +140,10 @@ class Driver:
         stdout=log,
         stderr=log,
         start_new_session=True,
-        env=marked_processes.environment(self._mark),
+        env={
+          **marked_processes.environment(self._mark),
+          "TMPDIR": self._temporary,
+        },
       )
 
   def kill(self, number: int, num_kills: int) -> None:
@@ -340,19 +348,21 @@ def measure(
   of_run = flags_of_run(compile_cache, mode, replicas)
   of_run += [f"--config.{setting}" for setting in further]
   targets = [x for x in _TARGETS if not (replicas and x == "adopt")]
-  driver = Driver(directory, of_run, seed, targets)
-  end_s = time.monotonic() + 60 * minutes
-  for number in range(num_kills):
-    if time.monotonic() > end_s:
-      num_kills = number
-      break
-    driver.kill(number, num_kills)
-    step = driver.books[-1].prefix.step if driver.books else None
-    print(
-      f"kill {number + 1}/{num_kills}: checkpoint {step}, {driver.stages}",
-      file=sys.stderr,
-    )
-  driver.finish(num_more=4)
+  # A killed process does not remove its own temporary files.
+  with tempfile.TemporaryDirectory(prefix="kill_") as temporary:
+    driver = Driver(directory, of_run, seed, targets, temporary=temporary)
+    end_s = time.monotonic() + 60 * minutes
+    for number in range(num_kills):
+      if time.monotonic() > end_s:
+        num_kills = number
+        break
+      driver.kill(number, num_kills)
+      step = driver.books[-1].prefix.step if driver.books else None
+      print(
+        f"kill {number + 1}/{num_kills}: checkpoint {step}, {driver.stages}",
+        file=sys.stderr,
+      )
+    driver.finish(num_more=4)
   workdir = driver.workdir
   newest = surviving_books.newest_checkpoint(workdir)
   assert newest is not None

@@ -1,6 +1,6 @@
 """Runs launch scripts for the benchmarks that compare whole runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
 import os
 import pathlib
@@ -71,6 +71,54 @@ def launch_once(
     print(name, file=sys.stderr)
     result.write_text(json.dumps(launch(script, *arguments)))
   return json.loads(result.read_text())
+
+
+def after_warm_start(
+  directory: pathlib.Path,
+  name: str,
+  *,
+  config: pathlib.Path,
+  variant: str = "",
+  seed: int,
+  further: Sequence[str],
+  fields: Mapping[str, Any],
+  launch_once: Callable[..., dict[str, Any]] = launch_once,
+) -> pathlib.Path:
+  """Make a run, and the warm start of its seed, unless they are there.
+
+  The runs of a seed begin with the same policy.
+
+  Args:
+    directory: of all runs.
+    name: of this one.
+    config: file of both.
+    variant: of that file.
+    seed: of both.
+    further: settings of both, as "a.b=c".
+    fields: settings of the run alone.
+    launch_once: see above.
+
+  Returns:
+    The workdir of the run.
+  """
+  usual = (
+    f"--config={config}{variant and ':'}{variant}",
+    f"--config.seed={seed}",
+    *(f"--config.{setting}" for setting in further),
+  )
+  first = "_".join(filter(None, ("warm_start", variant, str(seed))))
+  params = launch_once("sft.py", directory, first, *usual)["params"]
+  launch_once(
+    "train.py",
+    directory,
+    name,
+    # While a run compiles, generation gets as far ahead as the bound allows.
+    f"--compile_cache={directory / name}.compiled",
+    *usual,
+    f"--config.warm_start.checkpoint={params}",
+    *(f"--config.{field}={value}" for field, value in fields.items()),
+  )
+  return directory / name
 
 
 def _result(directory: pathlib.Path, name: str) -> pathlib.Path:

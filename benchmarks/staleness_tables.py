@@ -221,29 +221,21 @@ def _made(
   seed: int,
   launch_once: Callable[..., Any],
 ) -> Run:
-  """Make a run, and the warm start of its seed, unless they are there."""
-  directory, task = comparison.directory, comparison.task
-  usual = (
-    f"--config={_CONFIG}{task and ':'}{task}",
-    f"--config.seed={seed}",
-    *(f"--config.{x}" for x in comparison.further),
-  )
-  # The runs of a seed begin with the same policy.
-  first = "_".join(filter(None, ("warm_start", task, str(seed))))
-  params = launch_once("sft.py", directory, first, *usual)["params"]
-  fields = {**setting.fields, "warm_start.checkpoint": params}
+  """Return a run of one setting, which may have been made before."""
+  fields = dict(setting.fields)
   if comparison.num_steps:
     fields["train.num_steps"] = comparison.num_steps
-  name = comparison.name(setting, seed)
-  launch_once(
-    "train.py",
-    directory,
-    name,
-    f"--compile_cache={directory / name}.compiled",
-    *usual,
-    *(f"--config.{field}={value}" for field, value in fields.items()),
+  workdir = launching.after_warm_start(
+    comparison.directory,
+    comparison.name(setting, seed),
+    config=_CONFIG,
+    variant=comparison.task,
+    seed=seed,
+    further=comparison.further,
+    fields=fields,
+    launch_once=launch_once,
   )
-  return read(directory / name)
+  return read(workdir)
 
 
 def said(

@@ -331,7 +331,7 @@ def _run(
       # What hangs would keep the interpreter from shutting down.
       print(f"error: {error}", file=sys.stderr, flush=True)
       sys.stdout.flush()
-      os._exit(error.status)
+      supervisor_lib.end_now(error.status)
     sys.exit(f"error: {error}")
   except disk.StorageError as error:
     sys.exit(f"error: {error}")

@@ -7,7 +7,6 @@ is left behind.
 
 from collections.abc import Iterator
 import contextlib
-import os
 import pathlib
 import sys
 import time
@@ -183,4 +182,4 @@ def _end(
     print(line, file=sys.stderr)
   sys.stdout.flush()
   sys.stderr.flush()
-  os._exit(code)
+  supervisor_lib.end_now(code)

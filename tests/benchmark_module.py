@@ -1,4 +1,4 @@
-"""Imports a benchmark into a test."""
+"""Imports a benchmark that has flags into a test."""
 
 import importlib
 import pathlib
@@ -8,12 +8,11 @@ from absl import flags
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
-def imported(name, monkeypatch):
+def imported(name):
   """Return the module, whose flags are not parsed.
 
   They are forgotten, because other programs have flags of the same names.
   """
-  monkeypatch.syspath_prepend(BENCHMARKS)
   others = {
     flag: flags.FLAGS[flag]
     for flag in list(flags.FLAGS)

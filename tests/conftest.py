@@ -38,6 +38,14 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 jaxtyping.install_import_hook("jaxrl_async", "beartype.beartype")
 
 
+@pytest.fixture
+def unchecked():
+  """Switch off shape checks, where most of the time would be theirs."""
+  jaxtyping.config.update("jaxtyping_disable", True)
+  yield
+  jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @pytest.hookimpl(trylast=True)  # after markers have left tests out
 def pytest_collection_modifyitems(config, items):
   """Leave tests out for which something cannot be made here, and say so."""

@@ -13,11 +13,6 @@ def length(item, completion):
   return 0.0 if completion.answer is None else float(len(completion.answer))
 
 
-def tells_questions_apart(item, completion):
-  """A number that is the question's own, whatever was answered."""
-  return zlib.crc32(item["question"].encode()) / 2**32
-
-
 def reports_jax(item, completion):
   return float("jax" in sys.modules)
 

@@ -1,33 +1,25 @@
 """The benchmark for accelerators: its parts, and what becomes of bad ones."""
 
 import dataclasses
-import importlib
 import json
-import pathlib
 import subprocess
 import sys
 
+import accelerator_kernels
+import benchmark_module
 from jax import numpy as jnp
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
-
-@pytest.fixture(autouse=True)
-def _scripts_import_what_lies_beside_them(monkeypatch):
-  monkeypatch.syspath_prepend(BENCHMARKS)
+@pytest.fixture
+def benchmark():
+  return benchmark_module.imported("accelerator")
 
 
 @pytest.fixture
-def benchmark(_scripts_import_what_lies_beside_them):
-  return importlib.import_module("accelerator")
-
-
-@pytest.fixture
-def kernels(_scripts_import_what_lies_beside_them, monkeypatch):
-  module = importlib.import_module("accelerator_kernels")
-  monkeypatch.setattr(module, "_REPEATS", 1)
-  return module
+def kernels(monkeypatch):
+  monkeypatch.setattr(accelerator_kernels, "_REPEATS", 1)
+  return accelerator_kernels
 
 
 def program(path, text):
@@ -127,7 +119,7 @@ def test_a_kernel_that_is_wrong_or_does_not_run_is_shown_as_such(kernels):
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_all_parts_run_here(tmp_path):
-  script = BENCHMARKS / "accelerator.py"
+  script = benchmark_module.BENCHMARKS / "accelerator.py"
   done = subprocess.run(
     [sys.executable, str(script), f"--results={tmp_path}"],
     stdout=subprocess.PIPE,

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
-import jaxtyping
 import pytest
 import tiny
 
@@ -23,14 +22,6 @@ many = settings(
   derandomize=True,
   suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-
-
-@pytest.fixture
-def unchecked():
-  """Switch off shape checks: nine tenths of a schedule's time are theirs."""
-  jaxtyping.config.update("jaxtyping_disable", True)
-  yield
-  jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def fits(deadlines, step, groups_per_step):

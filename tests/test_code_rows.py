@@ -1,20 +1,13 @@
 """Rows of code as people and datasets write them."""
 
-import importlib
-import pathlib
-import sys
-
+import code_rows
 import numpy as np
+import odd_code_rows
 import pytest
 
 from jaxrl_async import types
 from jaxrl_async.rewards import code
 from jaxrl_async.rewards import sandbox as sandbox_lib
-
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-odd_code_rows = importlib.import_module("odd_code_rows")
-code_rows = importlib.import_module("code_rows")
 
 pytestmark = pytest.mark.sandbox
 

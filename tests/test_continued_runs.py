@@ -8,16 +8,12 @@ import shutil
 import time
 
 import disks
-import jax
 from ml_collections import config_dict
-import numpy as np
 import pytest
 import test_critic_run
 import test_run
 import waiting
 
-from jaxrl_async.assembly import assembly
-from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.reporting import metrics as metrics_lib
@@ -340,34 +336,6 @@ def test_a_run_killed_before_it_trains_begins_again_by_the_same_command(
   assert "eval/held_out/avg@1" in test_run.lines(tmp_path, "metrics")[0]
   test_run.check_ledger(tmp_path, summary)
   assert json.loads((tmp_path / "config.json").read_text())["format"] == 1
-
-
-@pytest.mark.nightly
-def test_a_run_whose_checkpoint_has_no_named_models_goes_on_the_same(
-  tmp_path, monkeypatch
-):
-  """As checkpoints were before a train state could hold several models."""
-  test_run.start(test_run.make_config("sync", num_steps=2), tmp_path)
-  directory = tmp_path / "checkpoints"
-  setup = setup_lib.resolve(test_run.make_config("sync"), jax.devices())
-  trainer = assembly.make_trainer(setup, metrics_lib.BusyClock())
-  state, host_state, groups = checkpoint.restore(
-    directory, 2, trainer.abstract_state()
-  )
-  before = {
-    "params": state.policy.params,
-    "opt_state": state.policy.opt_state,
-  }
-  with monkeypatch.context() as patched:
-    patched.setattr(checkpoint, "FORMAT", 1)
-    checkpoint.save(directory, 2, before, host_state, groups)
-  test_run.start(test_run.make_config("sync"), tmp_path)
-  np.testing.assert_allclose(
-    test_run.losses(tmp_path),
-    np.loadtxt(test_run.GOLDEN),
-    rtol=1e-5,
-    atol=1e-7,
-  )
 
 
 def test_a_second_run_touches_nothing(stopped):

@@ -1,6 +1,5 @@
 """Whole runs whose disk, rewards or terminal fail."""
 
-import importlib
 import json
 import os
 import pathlib
@@ -13,6 +12,7 @@ import jax
 import metrics_page
 import pytest
 import reward_scorers
+import surviving_books
 import test_run
 
 from jaxrl_async.evaluation import answers as answers_lib
@@ -48,20 +48,6 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_line(tmp_path):
   assert [line.get("eval/held_out/failed") for line in lines] == [0, 0, None, 0]
   assert not metrics_page.unwritten(lines[3].keys())
   test_run.check_ledger(workdir, summary)
-
-
-@pytest.mark.slow
-def test_a_run_without_polars_says_so_at_its_start_and_writes_no_samples(
-  tmp_path, monkeypatch, capsys
-):
-  monkeypatch.setitem(sys.modules, "polars", None)  # as if not installed
-  config = test_run.make_config(num_steps=1, eval={"num_items": 4})
-  summary = test_run.start(config, tmp_path)
-  assert summary["train_steps"] == 1
-  said = capsys.readouterr().err
-  assert said.count("polars is not installed") == 1
-  assert said.index("polars is not installed") < said.index("questions 0/4")
-  assert not (tmp_path / "samples").exists()
 
 
 # Of all processes of a run: the time of day jumps by up to a day every second,
@@ -234,11 +220,7 @@ def test_a_run_that_stands_still_under_a_jumping_clock_loses_only_time(
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_preempted_run_whose_checkpoint_does_not_fit_rolls_back(
-  tmp_path, monkeypatch
-):
-  monkeypatch.syspath_prepend(test_run.ROOT / "benchmarks")
-  surviving_books = importlib.import_module("surviving_books")
+def test_a_preempted_run_whose_checkpoint_does_not_fit_rolls_back(tmp_path):
   workdir, shown = tmp_path / "run", tmp_path / "shown"
   script = tmp_path / "held_up.py"
   script.write_text(HELD_UP)

@@ -1,34 +1,18 @@
 """The comparison with other systems: its work, and what it makes of lines."""
 
-import collections
-import importlib
 import json
 import math
-import pathlib
 import re
 import statistics
 import subprocess
 import sys
 
+from peers import measurements
+from peers import shared_work
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-PEERS = BENCHMARKS / "peers"
 
-
-@pytest.fixture
-def shared_work(monkeypatch):
-  monkeypatch.syspath_prepend(BENCHMARKS)
-  return importlib.import_module("peers.shared_work")
-
-
-@pytest.fixture
-def measurements(monkeypatch):
-  monkeypatch.syspath_prepend(BENCHMARKS)
-  return importlib.import_module("peers.measurements")
-
-
-def work_of(shared_work, directory, case="reward"):
+def work_of(directory, case="reward"):
   return shared_work.Work(
     case=case,
     policy="policy",
@@ -41,18 +25,18 @@ def work_of(shared_work, directory, case="reward"):
 
 
 def test_what_all_systems_import_needs_nothing_but_python(tmp_path):
-  command = [sys.executable, "-I", "-S", PEERS / "shared_work.py"]
+  command = [sys.executable, "-I", "-S", shared_work.__file__]
   subprocess.run(command, check=True, cwd=tmp_path)
 
 
-def test_work_is_read_as_it_was_written(shared_work, tmp_path):
-  work = work_of(shared_work, tmp_path)
+def test_work_is_read_as_it_was_written(tmp_path):
+  work = work_of(tmp_path)
   work.write(tmp_path / "work.json")
   assert shared_work.read(tmp_path / "work.json") == work
   assert work.completions_per_step == 256
 
 
-def test_equal_seeds_ask_the_same_and_others_do_not(shared_work):
+def test_equal_seeds_ask_the_same_and_others_do_not():
   for case in shared_work.CASES:
     first, again, other = (
       shared_work.questions(case, 20, seed) for seed in (1, 1, 2)
@@ -60,7 +44,7 @@ def test_equal_seeds_ask_the_same_and_others_do_not(shared_work):
     assert first == again != other
 
 
-def test_prompts_fit_their_bound(shared_work):
+def test_prompts_fit_their_bound():
   for case, shape in shared_work.CASES.items():
     longest = max(len(q.prompt) for q in shared_work.questions(case, 500, 0))
     assert longest <= shape.max_prompt_tokens
@@ -68,7 +52,7 @@ def test_prompts_fit_their_bound(shared_work):
       assert longest == 31
 
 
-def test_answers_of_sums_are_right_and_solutions_sometimes(shared_work):
+def test_answers_of_sums_are_right_and_solutions_sometimes():
   rows = shared_work.examples("reward", 2_000)
   longest = shared_work.CASES["reward"].max_completion_tokens
   rewards = []
@@ -82,7 +66,7 @@ def test_answers_of_sums_are_right_and_solutions_sometimes(shared_work):
   assert statistics.mean(rewards) == pytest.approx(expected, abs=0.05)
 
 
-def test_held_out_sums_differ_and_are_in_no_training(shared_work):
+def test_held_out_sums_differ_and_are_in_no_training():
   held_out = shared_work.held_out("reward", 256)
   prompts = {question.prompt for question in held_out}
   assert len(prompts) == 256
@@ -92,7 +76,7 @@ def test_held_out_sums_differ_and_are_in_no_training(shared_work):
   assert shared_work.held_out("fixed", 256) == []
 
 
-def test_texts_have_the_lengths_of_their_case(shared_work):
+def test_texts_have_the_lengths_of_their_case():
   def lengths(case):
     # The token that ends a text counts.
     rows = shared_work.examples(case, 4_000)
@@ -110,22 +94,7 @@ def test_texts_have_the_lengths_of_their_case(shared_work):
   assert statistics.mean(ratios) > 6
 
 
-def test_a_letter_alone_decides_whether_it_is_repeated(shared_work):
-  # So a policy learns the lengths by looking at one token.
-  rows = shared_work.examples("long_tail", 8_000)
-  counts = [
-    collections.Counter(row["solution"])[letter]
-    for letter in "mnop"
-    for row in rows
-    if row["solution"][0] == "m"
-  ]
-  # Of a geometric distribution the deviation is sqrt(m * (m - 1)).
-  mean = statistics.mean(counts)
-  expected = math.sqrt(mean * (mean - 1))
-  assert statistics.stdev(counts) == pytest.approx(expected, rel=0.06)
-
-
-def test_rewards_without_an_answer_depend_on_the_text(shared_work):
+def test_rewards_without_an_answer_depend_on_the_text():
   rewards = {shared_work.score(text, shared_work.ANY) for text in "abcde"}
   assert len(rewards) == 5 and all(0 <= x < 1 for x in rewards)
   assert shared_work.score("2+2=4\n4-1=3", "3") == 1.0
@@ -133,14 +102,14 @@ def test_rewards_without_an_answer_depend_on_the_text(shared_work):
   assert shared_work.score("3", "4") == 0.0
 
 
-def test_a_tokenizer_that_loses_characters_is_refused(shared_work, tmp_path):
-  work = work_of(shared_work, tmp_path)
+def test_a_tokenizer_that_loses_characters_is_refused(tmp_path):
+  work = work_of(tmp_path)
   shared_work.check_tokenizer(work, lambda text: [*text.encode()])
   with pytest.raises(ValueError, match="tokens, not"):
     shared_work.check_tokenizer(work, lambda text: [*text.strip().encode()])
 
 
-def test_a_child_that_still_runs_counts(shared_work):
+def test_a_child_that_still_runs_counts():
   before_s = shared_work.cpu_s()
   program = (
     "import time\nwhile time.process_time() < 0.4: pass\n"
@@ -163,8 +132,8 @@ def test_a_child_that_still_runs_counts(shared_work):
   assert bytes_with_child > 5_000_000
 
 
-def test_a_recorder_counts_no_evaluations_in_its_steps(shared_work, tmp_path):
-  recorder = shared_work.Recorder(work_of(shared_work, tmp_path))
+def test_a_recorder_counts_no_evaluations_in_its_steps(tmp_path):
+  recorder = shared_work.Recorder(work_of(tmp_path))
   recorder.evaluation(0.5, 0.0)
   recorder.completions([3, 9], [0.0, 1.0])
   recorder.end_of_step()
@@ -188,12 +157,10 @@ def test_a_recorder_counts_no_evaluations_in_its_steps(shared_work, tmp_path):
   assert kinds[3]["tokens"] == 10 and kinds[3]["num_completions"] == 2
 
 
-def test_a_step_is_rollouts_and_then_training(
-  shared_work, tmp_path, monkeypatch
-):
+def test_a_step_is_rollouts_and_then_training(tmp_path, monkeypatch):
   now = [100.0]
   monkeypatch.setattr(shared_work.time, "perf_counter", lambda: now[0])
-  recorder = shared_work.Recorder(work_of(shared_work, tmp_path))
+  recorder = shared_work.Recorder(work_of(tmp_path))
   now[0] += 3.0
   recorder.completions([3], [1.0])
   now[0] += 1.0
@@ -234,7 +201,7 @@ def lines_of(step_s, tokens, accuracies=()):
   return lines
 
 
-def test_first_and_last_steps_are_left_out(measurements):
+def test_first_and_last_steps_are_left_out():
   lines = lines_of([9.0, 1.0, 3.0, 1.0, 50.0], [1, 100, 200, 300, 1])
   run = measurements.run(lines, skip_first=1, skip_last=1)
   assert run["tokens_per_s"] == 600 / 5
@@ -246,7 +213,7 @@ def test_first_and_last_steps_are_left_out(measurements):
     measurements.run(lines, skip_first=3, skip_last=2)
 
 
-def test_the_time_to_a_target_is_that_of_the_steps_before_it(measurements):
+def test_the_time_to_a_target_is_that_of_the_steps_before_it():
   lines = lines_of([9.0, 1.0, 3.0, 2.0], [1] * 4, [0.1, 0.5, 0.9])
   run = measurements.run(lines, skip_first=1, skip_last=0, target=0.8)
   assert run["reach_steps"] == 4
@@ -256,9 +223,10 @@ def test_the_time_to_a_target_is_that_of_the_steps_before_it(measurements):
   assert missed["reach_s"] is None and missed["reach_steps"] is None
 
 
-def test_ratios_are_over_the_fastest_peer_of_the_same_repeat(measurements):
+def test_ratios_are_over_the_fastest_peer_of_the_same_repeat():
   def repeats(*rates):
-    base = measurements.run(lines_of([1.0] * 3, [1] * 3), **SKIP)
+    lines = lines_of([1.0] * 3, [1] * 3)
+    base = measurements.run(lines, skip_first=1, skip_last=0)
     return [{**base, "tokens_per_s": rate} for rate in rates]
 
   runs = {
@@ -275,13 +243,10 @@ def test_ratios_are_over_the_fastest_peer_of_the_same_repeat(measurements):
   assert len(measurements.table([*rows, *alone]).splitlines()) == 6
 
 
-SKIP = {"skip_first": 1, "skip_last": 0}
-
-
-def test_whoever_does_not_reach_the_target_has_no_ratio(measurements):
+def test_whoever_does_not_reach_the_target_has_no_ratio():
   def repeat(accuracy):
     lines = lines_of([1.0] * 4, [1] * 4, [0.1, 0.2, accuracy])
-    return measurements.run(lines, target=0.8, **SKIP)
+    return measurements.run(lines, skip_first=1, skip_last=0, target=0.8)
 
   slow = {**repeat(0.9), "reach_s": 28.0}
   runs = {"ours": [repeat(0.9)], "a": [slow], "b": [repeat(0.3)]}
@@ -290,25 +255,7 @@ def test_whoever_does_not_reach_the_target_has_no_ratio(measurements):
   assert "reach_s" in measurements.table(rows)
 
 
-def test_a_run_that_was_cut_off_is_not_read(
-  shared_work, measurements, tmp_path
-):
-  shared_work.Recorder(work_of(shared_work, tmp_path))
+def test_a_run_that_was_cut_off_is_not_read(tmp_path):
+  shared_work.Recorder(work_of(tmp_path))
   with pytest.raises(ValueError, match="not ended"):
     measurements.read(tmp_path)
-
-
-@pytest.mark.parametrize("path", sorted(PEERS.glob("*.txt")), ids=str)
-def test_every_requirement_is_pinned(path):
-  lines = [
-    line
-    for line in path.read_text().splitlines()
-    if line and not line.startswith("#")
-  ]
-  assert lines and all(
-    re.fullmatch(r"[a-z0-9-]+==[^ ]+", line) for line in lines
-  )
-  # PyTorch with CUDA would be gigabytes that no row needs.
-  assert not any(line.startswith("nvidia") for line in lines)
-  torch = [line for line in lines if line.startswith("torch==")]
-  assert all(line.endswith("+cpu") for line in torch)

@@ -10,19 +10,16 @@ import sys
 
 import benchmark_module
 import jax
+import marked_processes
 import numpy as np
 import pytest
+import surviving_books
 import tiny
 import waiting
 
 from jaxrl_async import types
 from jaxrl_async.storage import manifest
 from jaxrl_async.storage import outstanding as outstanding_lib
-
-
-@pytest.fixture
-def surviving_books(monkeypatch):
-  return benchmark_module.imported("surviving_books", monkeypatch)
 
 
 def entry(index, **changes):
@@ -100,7 +97,7 @@ ENTRIES = [entry(i, **(DROPPED if i == 1 else {})) for i in range(4)]
 PROMPTS = [f"prompt {i}" for i in range(9)]
 
 
-def test_books_that_hold_each_group_once_are_whole(tmp_path, surviving_books):
+def test_books_that_hold_each_group_once_are_whole(tmp_path):
   assert surviving_books.read(tmp_path) is None
   write(tmp_path, ENTRIES, [outstanding(4)])
   books = surviving_books.read(tmp_path, PROMPTS)
@@ -136,9 +133,7 @@ def fourth(**changes):
     (fourth(step=2, deadline=2), [4], {"wrong_steps": [1, 2]}),
   ],
 )
-def test_what_is_wrong_with_books_is_named(
-  tmp_path, surviving_books, entries, groups, expected
-):
+def test_what_is_wrong_with_books_is_named(tmp_path, entries, groups, expected):
   write(tmp_path, entries, [outstanding(i) for i in groups])
   books = surviving_books.read(tmp_path, PROMPTS)
   assert not books.are_whole
@@ -149,7 +144,7 @@ def test_what_is_wrong_with_books_is_named(
     assert found["unaccounted_tokens"] == expected.get("unaccounted_tokens", 0)
 
 
-def test_a_damaged_checkpoint_is_an_error(tmp_path, surviving_books):
+def test_a_damaged_checkpoint_is_an_error(tmp_path):
   write(tmp_path, ENTRIES, [outstanding(4)])
   path = tmp_path / "checkpoints" / "2" / "groups.json"
   path.write_text(path.read_text().replace("running", "Running"))
@@ -164,10 +159,9 @@ CRITIC = (
 )
 
 
-def test_processes_with_the_mark_of_a_run_are_seen(monkeypatch):
-  processes = benchmark_module.imported("marked_processes", monkeypatch)
-  mark = processes.new_mark()
-  assert processes.find(mark) == {}
+def test_processes_with_the_mark_of_a_run_are_seen():
+  mark = marked_processes.new_mark()
+  assert marked_processes.find(mark) == {}
   # In a session of its own, and without the parent that was marked.
   code = (
     "import subprocess, sys;"
@@ -176,12 +170,12 @@ def test_processes_with_the_mark_of_a_run_are_seen(monkeypatch):
   )
   subprocess.run(
     [sys.executable, "-c", code],
-    env=processes.environment(mark),
+    env=marked_processes.environment(mark),
     check=True,
   )
-  (pid,) = processes.find(mark)
+  (pid,) = marked_processes.find(mark)
   os.kill(pid, signal.SIGKILL)
-  waiting.until(lambda: processes.find(mark) == {}, "its end")
+  waiting.until(lambda: marked_processes.find(mark) == {}, "its end")
 
 
 NIGHTLY = pytest.mark.nightly
@@ -200,11 +194,11 @@ NIGHTLY = pytest.mark.nightly
   ids=["exact", "critic", "fast", "replicas"],
 )
 def test_a_run_that_is_killed_anywhere_loses_and_repeats_nothing(
-  options, num_kills, tmp_path, monkeypatch
+  options, num_kills, tmp_path
 ):
   if options.get("replicas"):
     pytest.importorskip("ray")
-  kill_resume = benchmark_module.imported("kill_resume", monkeypatch)
+  kill_resume = benchmark_module.imported("kill_resume")
   result = kill_resume.measure(
     tmp_path,
     num_kills,

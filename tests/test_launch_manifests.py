@@ -1,6 +1,5 @@
 """The objects of Kubernetes and of Ray's cluster launcher in launch/."""
 
-import copy
 import math
 import re
 
@@ -60,25 +59,6 @@ def test_objects_have_the_fields_that_their_kinds_define(path):
 
 def pod_of(thing):
   return next(launch_world.templates(thing))["spec"]
-
-
-@pytest.mark.parametrize(
-  ("kind", "change"),
-  [
-    ("JobSet", lambda j: j["spec"].update(replicas=2)),
-    ("JobSet", lambda j: pod_of(j).update(nodeselector={})),
-    ("JobSet", lambda j: pod_of(j)["containers"][0].pop("name")),
-    ("RayCluster", lambda r: r["spec"].pop("authOptions")),
-    ("RayCluster", lambda r: pod_of(r)["containers"][0].update(env=3)),
-  ],
-  ids=["field", "field of a pod", "missing", "no token", "type"],
-)
-def test_a_wrong_object_is_refused(kind, change):
-  thing = copy.deepcopy(launch_world.objects(RUNS[0])[kind])
-  change(thing)
-  refusals = (jsonschema.ValidationError, kubernetes_validate.ValidationError)
-  with pytest.raises(refusals):
-    check(thing)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=by_name)

@@ -325,13 +325,6 @@ def test_two_nodes_train_in_two_processes_and_replicas_share_a_node():
   assert cluster.trainer_processes == 2
 
 
-def test_the_job_asks_to_be_requeued_and_to_be_told_of_its_end():
-  text = launch_world.SBATCH.read_text()
-  assert "\n#SBATCH --requeue\n" in text
-  assert "\n#SBATCH --signal=B:TERM@300\n" in text
-  assert "umask 077" in text and "RAY_AUTH_MODE=token" in text
-
-
 @pytest.mark.parametrize(
   ("settings", "part"),
   [

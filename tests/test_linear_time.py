@@ -17,15 +17,8 @@ import grpc_world
 import llama_tokenizer
 import numpy as np
 import pytest
-from safetensors import numpy as safetensors_numpy
-import tiny
 import tokenizers
 
-from jaxrl_async import types
-from jaxrl_async.models import hf_config
-from jaxrl_async.models import hf_weights
-from jaxrl_async.replay import recorded_timing
-from jaxrl_async.replay import timing_record
 from jaxrl_async.rewards import code
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import match
@@ -345,102 +338,9 @@ def added_tokens(n, folder):
   write(folder / "tokenizer_config.json", {"eos_token": "</s>"})
 
 
-def named_tokens(n, folder):
-  named_of = {f"a{i}_token": f"<{i}>" for i in range(n)}
-  added_tokens(1, folder)
-  write(folder / "tokenizer_config.json", {"eos_token": "</s>", **named_of})
-
-
-def end_tokens(n, folder):
-  added_tokens(1, folder)
-  write(folder / "generation_config.json", {"eos_token_id": [*range(n)]})
-
-
-def templates(n, folder):
-  named_of = [{"name": f"a{i}", "template": "a"} for i in range(n)]
-  write(folder / "tokenizer_config.json", {"chat_template": named_of})
-
-
-def config(n, folder):
-  settings = hf_config.config_json(tiny.MODEL)
-  settings |= {f"a{i}": i for i in range(n)}
-  write(folder / "config.json", settings)
-
-
-def index(n, folder):
-  """Tensors that old files have and nobody reads."""
-  config(0, folder)
-  unused = [f"model.layers.{i}.rotary_emb.inv_freq" for i in range(n)]
-  shard = "model-1.safetensors"
-  safetensors_numpy.save_file(
-    dict.fromkeys(unused, np.zeros(0, np.float32)), folder / shard
-  )
-  write(
-    folder / "model.safetensors.index.json",
-    {"weight_map": dict.fromkeys(unused, shard)},
-  )
-
-
 FILES = {
   "vocabulary": files(4_000, vocabulary, tokenizer_lib.load),
   "added tokens": files(500, added_tokens, tokenizer_lib.load),
-  "named tokens": files(4_000, named_tokens, tokenizer_lib.load),
-  "end tokens": files(20_000, end_tokens, tokenizer_lib.load),
-  "chat templates": files(5_000, templates, chat_template_lib.load),
-  "settings": files(10_000, config, hf_config.model_config),
-  "tensors": files(4_000, index, hf_weights.check),
-}
-
-# -- schedules -----------------------------------------------------------------
-
-
-def trajectory(member):
-  one = np.ones(1, np.int32)
-  return types.Trajectory(
-    member=member,
-    tokens=one,
-    loss_mask=one.astype(bool),
-    behavior_logprobs=one.astype(np.float32),
-    policy_versions=one,
-    finish_reason=types.FinishReason.EOS,
-    reward=types.Reward(score=1.0),
-    cache_builds=(types.CacheBuild(1, 1, 0, decode_step=0),),
-  )
-
-
-def schedule(folder, num_steps, num_trajectories):
-  (folder / "timing.jsonl").unlink(missing_ok=True)
-  written = timing_record.TimingRecord(
-    folder,
-    0,
-    record_steps=True,
-    keep_trajectories=False,
-    first_step=0,
-    environment={},
-    config={},
-  )
-  group = types.RolloutGroup(
-    admission=types.Admission(index=0, birth=0, deadline=9),
-    prompt=types.Prompt(
-      prompt_id="sums/train/0", tokens=np.zeros(1, np.int32), item={}
-    ),
-    trajectories=[trajectory(i) for i in range(num_trajectories)],
-  )
-  for step in range(num_steps):
-    written.add_step(step, [group], {"loss": [0.1]})
-  written.close()
-
-
-def read_schedule(folder):
-  recorded = recorded_timing.read(folder)
-  recorded_timing.start_of(folder, recorded.num_steps)
-  for step in range(recorded.num_steps):
-    recorded.step(step)
-
-
-SCHEDULES = {
-  "steps": files(50, lambda n, at: schedule(at, n, 1), read_schedule),
-  "trajectories": files(100, lambda n, at: schedule(at, 2, n), read_schedule),
 }
 
 # -- completions, which the policy writes --------------------------------------
@@ -475,7 +375,6 @@ PARSERS = {
     "tokenizer": TOKENIZERS,
     "chat template": TEMPLATES,
     "model files": FILES,
-    "schedule": SCHEDULES,
     "completion": COMPLETIONS,
   }.items()
   for name, parser in table.items()

@@ -13,6 +13,8 @@ from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.storage import config_json
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 STEP_S, SLOT_S, TRAIN_DEVICE_S = 0.004, 0.0001, 0.0002
 
 
@@ -125,17 +127,17 @@ def advised(cluster, run, slots=(16,)):
 def test_the_split_follows_the_slower_half():
   run = a_run()
   found = dataclasses.replace(
-    measured.cluster(run), num_devices=13, groups_per_step=64
+    measured.cluster(run), num_devices=7, groups_per_step=64
   )
   slow = dataclasses.replace(found, train_device_s=100 * TRAIN_DEVICE_S)
   quick = dataclasses.replace(found, train_device_s=TRAIN_DEVICE_S / 10)
-  assert advised(slow, run).num_training == 12
+  assert advised(slow, run).num_training == 6
   assert advised(quick, run).num_training < 4
 
 
 def test_advice_is_flags_that_a_run_accepts():
   run = a_run()
-  found = dataclasses.replace(measured.cluster(run), num_devices=13)
+  found = dataclasses.replace(measured.cluster(run), num_devices=7)
   for rate in (0.1, 1, 10):
     one = advised(
       dataclasses.replace(found, train_device_s=rate * TRAIN_DEVICE_S), run
@@ -145,7 +147,7 @@ def test_advice_is_flags_that_a_run_accepts():
     for flag in one.flags:
       path, _, value = flag.removeprefix("--config.").partition("=")
       fields_lib.set_at(config, path, int(value))
-    config_checks.validate(config, 13)
+    config_checks.validate(config, 7)
     assert config.mesh.train_fsdp == one.num_training
     assert config.rollout.num_slots == 16 * config.mesh.rollout_data
   with pytest.raises(sections.ConfigError, match="mesh.train_"):

@@ -6,8 +6,9 @@ import json
 import math
 import zlib
 
-import benchmark_module
+import compared_methods
 import launched_runs
+import launching
 import numpy as np
 import pytest
 
@@ -16,29 +17,19 @@ from jaxrl_async.config import algorithms
 from jaxrl_async.config import sections
 
 
-@pytest.fixture
-def methods(monkeypatch):
-  return benchmark_module.imported("compared_methods", monkeypatch)
-
-
-@pytest.fixture
-def launching(monkeypatch):
-  return benchmark_module.imported("launching", monkeypatch)
-
-
-def comparison(methods, directory, **changes):
+def comparison(directory, **changes):
   settings = {
     "directory": directory / "runs",
     "methods": ["areal", "grpo", "gspo_05", "two_epochs"],
     "seeds": (0, 1, 2),
     "num_steps": 3,
   }
-  return methods.Comparison(**(settings | changes))
+  return compared_methods.Comparison(**(settings | changes))
 
 
-def made(methods, launching, wanted, launch):
+def made(wanted, launch):
   launch_once = functools.partial(launching.launch_once, launch=launch)
-  return methods.made(wanted, launch_once)
+  return compared_methods.made(wanted, launch_once)
 
 
 def accuracy(settings):
@@ -49,21 +40,24 @@ def accuracy(settings):
   return 0.5 + 0.1 * settings["seed"] - 0.3 * is_gspo + chance
 
 
-def test_all_presets_and_all_variants_can_be_trained(methods):
+def test_all_presets_and_all_variants_can_be_trained():
   presets = inspect.getmembers(algorithms)
   names = {name for name, x in presets if isinstance(x, functools.partial)}
-  assert names < methods.METHODS.keys() and methods.REFERENCE in names
-  found = [make() for make in methods.METHODS.values()]
+  assert (
+    names < compared_methods.METHODS.keys()
+    and compared_methods.REFERENCE in names
+  )
+  found = [make() for make in compared_methods.METHODS.values()]
   for section in found:
     section.num_minibatches = 1  # reuse
     config_checks.check(sections.Config(algorithm=section))
   assert all(x != y for i, x in enumerate(found) for y in found[:i])
 
 
-def test_rows_compare_with_the_reference(methods, launching, tmp_path):
-  wanted = comparison(methods, tmp_path)
+def test_rows_compare_with_the_reference(tmp_path):
+  wanted = comparison(tmp_path)
   launch = launched_runs.Launches(accuracy)
-  said = methods.said(made(methods, launching, wanted, launch))
+  said = compared_methods.said(made(wanted, launch))
   rows = {x["method"]: x for x in said["table"]}
   assert [*rows] == wanted.methods
   assert rows["grpo"]["difference"] == 0 and rows["grpo"]["is_within_noise"]
@@ -85,13 +79,13 @@ def test_rows_compare_with_the_reference(methods, launching, tmp_path):
   assert "| method | difference |" in launching.markdown(said["table"])
 
 
-def test_what_moves_all_methods_alike_is_not_noise(methods):
+def test_what_moves_all_methods_alike_is_not_noise():
   seeds = np.array([0.1, 0.5, 0.9])
-  error, freedom = methods.noise(np.array([[0.2], [0.3]]) + seeds)
+  error, freedom = compared_methods.noise(np.array([[0.2], [0.3]]) + seeds)
   assert error == pytest.approx(0, abs=1e-12) and freedom == 2
 
 
-def test_the_noise_of_a_difference_has_that_of_both_methods(methods):
+def test_the_noise_of_a_difference_has_that_of_both_methods():
   """In many experiments, against the deviation of the differences."""
   rng = np.random.default_rng(0)
   sigma, num_methods, num_seeds = 0.02, 5, 3
@@ -100,21 +94,19 @@ def test_the_noise_of_a_difference_has_that_of_both_methods(methods):
     values = rng.normal(0, 1, (1, num_seeds)) + rng.normal(
       0, sigma, (num_methods, num_seeds)
     )
-    error, _ = methods.noise(values)
+    error, _ = compared_methods.noise(values)
     squares.append(error**2)
     differences.append(values[1].mean() - values[0].mean())
   found = math.sqrt(np.mean(squares))
   assert found == pytest.approx(np.std(differences), rel=0.03)
 
 
-def test_a_run_has_the_fields_of_its_method_and_further_ones(
-  methods, launching, tmp_path
-):
+def test_a_run_has_the_fields_of_its_method_and_further_ones(tmp_path):
   wanted = comparison(
-    methods, tmp_path, further=["algorithm.max_staleness=16"], seeds=(4, 5)
+    tmp_path, further=["algorithm.max_staleness=16"], seeds=(4, 5)
   )
   launch = launched_runs.Launches(accuracy)
-  made(methods, launching, wanted, launch)
+  made(wanted, launch)
   assert launch.made == [
     name
     for seed in (4, 5)
@@ -135,20 +127,3 @@ def test_a_run_has_the_fields_of_its_method_and_further_ones(
   _, *arguments = json.loads((runs / "areal_5.json").read_text())
   own = [x for x in arguments if x.startswith("--config.algorithm.")]
   assert own == ["--config.algorithm.max_staleness=16"]
-
-
-def test_a_command_goes_on_and_refuses_other_settings(
-  methods, launching, tmp_path, capsys
-):
-  wanted = comparison(methods, tmp_path)
-  stopped = launched_runs.Launches(accuracy, fails_at=3)
-  with pytest.raises(KeyboardInterrupt):
-    made(methods, launching, wanted, stopped)
-  missing, total, *_ = launched_runs.minutes(capsys.readouterr().err)
-  assert missing == total == 12
-  again = launched_runs.Launches(accuracy)
-  made(methods, launching, wanted, again)
-  assert launched_runs.minutes(capsys.readouterr().err)[:3] == (10, 12, 40)
-  assert len(stopped.made) + len(again.made) == 12 + 3
-  with pytest.raises(SystemExit, match="has other settings"):
-    made(methods, launching, comparison(methods, tmp_path, num_steps=4), again)

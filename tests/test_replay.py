@@ -98,7 +98,20 @@ def recorded(tmp_path_factory):
   return workdir
 
 
-def test_a_run_is_replayed_to_the_bit(recorded):
+def test_a_run_is_replayed_to_the_bit(recorded, monkeypatch):
+  class Watched(regeneration.Regeneration):
+    now = most = 0
+
+    def open(self, step):
+      Watched.now += 1
+      Watched.most = max(Watched.most, Watched.now)
+      super().open(step)
+
+    def close(self, step):
+      Watched.now -= 1
+      return super().close(step)
+
+  monkeypatch.setattr(regeneration, "Regeneration", Watched)
   found = play(recorded)
   assert found.last_step == NUM_STEPS and found.has_state
   ledger = test_run.lines(recorded, "ledger")
@@ -109,6 +122,10 @@ def test_a_run_is_replayed_to_the_bit(recorded):
   assert found.restored == 0
   assert found.record()["state_bit_exact"]
   assert max(x["num_policy_versions"] for x in trained) > 1
+  # No more steps are open than versions are outstanding: a group of step s may
+  # have been begun max_staleness steps before.
+  longest = max(x["step"] - x["policy_version_min"] for x in ledger)
+  assert Watched.now == 0 and 1 <= Watched.most <= 1 + longest < NUM_STEPS
 
 
 def test_the_schedule_has_the_version_and_the_admissions_of_each_call(recorded):
@@ -160,29 +177,6 @@ def test_training_on_the_stored_trajectories_has_the_same_losses(recorded):
   assert found.record()["state_bit_exact"] is (True if has_checkpoint else None)
 
 
-def test_no_more_steps_are_open_than_versions_are_outstanding(
-  recorded, monkeypatch
-):
-  class Watched(regeneration.Regeneration):
-    now = most = 0
-
-    def open(self, step):
-      Watched.now += 1
-      Watched.most = max(Watched.most, Watched.now)
-      super().open(step)
-
-    def close(self, step):
-      Watched.now -= 1
-      return super().close(step)
-
-  monkeypatch.setattr(regeneration, "Regeneration", Watched)
-  play(recorded)
-  ledger = test_run.lines(recorded, "ledger")
-  # A group of step s may have been begun max_staleness steps before.
-  longest = max(x["step"] - x["policy_version_min"] for x in ledger)
-  assert Watched.now == 0 and 1 <= Watched.most <= 1 + longest < NUM_STEPS
-
-
 def test_what_the_last_update_makes_is_compared(recorded, monkeypatch):
   step = trainer_lib.Trainer.step
 
@@ -204,7 +198,7 @@ def test_what_the_last_update_makes_is_compared(recorded, monkeypatch):
 
 def test_a_question_that_is_gone_ends_the_search(recorded, tmp_path):
   def renamed(lines):
-    lines[5]["groups"]["prompt_id"][1] = "chain_sum/train/-1"
+    lines[2]["groups"]["prompt_id"][1] = "chain_sum/train/-1"
 
   workdir = changed(recorded, tmp_path, renamed)
   with pytest.raises(sections.ConfigError, match="chain_sum/train/-1 of group"):
@@ -223,29 +217,26 @@ def test_stored_groups_have_to_be_those_of_the_record(recorded, tmp_path):
 
 
 def test_the_script_compares_and_says_so_in_json(recorded):
-  def run(*arguments):
-    return subprocess.run(
-      [
-        sys.executable,
-        str(test_run.ROOT / "launch" / "replay.py"),
-        f"--workdir={recorded}",
-        f"--compile_cache={jax.config.jax_compilation_cache_dir}",
-        "--until=2",
-        *arguments,
-      ],
-      capture_output=True,
-      text=True,
-    )
-
-  done = run()
+  done = subprocess.run(
+    [
+      sys.executable,
+      str(test_run.ROOT / "launch" / "replay.py"),
+      f"--workdir={recorded}",
+      f"--compile_cache={jax.config.jax_compilation_cache_dir}",
+      "--until=2",
+    ],
+    capture_output=True,
+    text=True,
+  )
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout.splitlines()[-1])
-  tokens = num_tokens(recorded, last=2)
-  assert found["bit_exact"] and found["generated"] == tokens
-  done = run("--from_step=1")
-  assert done.returncode == 1 and not done.stdout
-  assert done.stderr.startswith("error: from_step:")
-  assert len(done.stderr.splitlines()) == 1
+  assert found["bit_exact"]
+  assert found["generated"] == num_tokens(recorded, last=2)
+
+
+def test_a_replay_begins_with_a_checkpoint_that_there_is(recorded):
+  with pytest.raises(sections.ConfigError, match="^from_step: "):
+    play(recorded, from_step=1)
 
 
 def changed(recorded, tmp_path, change):

@@ -8,15 +8,12 @@ several versions.
 that is meant to alter the numbers.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -28,6 +25,7 @@ import pytest
 import reward_scorers
 import sampled
 
+from configs import tiny
 from jaxrl_async import types
 from jaxrl_async.assembly import assembly
 from jaxrl_async.assembly import config_checks
@@ -47,14 +45,9 @@ from jaxrl_async.rewards import extraction
 from jaxrl_async.run import recorder as recorder_lib
 from jaxrl_async.run import rollout_thread
 from jaxrl_async.run import train as train_lib
-from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.training import train_state
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from configs import tiny  # noqa: E402
-
 GOLDEN = ROOT / "tests" / "golden_losses.txt"
 EVALUATIONS = {
   *("eval/held_out/avg@1", "eval/held_out/pass@1", "eval/held_out/failed"),
@@ -349,59 +342,6 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
   assert resumed <= {e["index"] for e in entries}
   steps = lines(tmp_path, "metrics")[1:]
   assert max(m["staleness/max"] for m in steps) <= 2
-
-
-@pytest.mark.nightly  # test_kill_resume.py kills one at other moments
-def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
-  command = [
-    sys.executable,
-    str(ROOT / "launch" / "train.py"),
-    f"--config={ROOT / 'configs' / 'tiny.py'}",
-    f"--workdir={tmp_path}",
-    "--config.warm_start.num_steps=0",
-    "--config.eval.num_items=4",
-    f"--compile_cache={jax.config.jax_compilation_cache_dir}",
-  ]
-  checkpoints = tmp_path / "checkpoints"
-
-  def newest():
-    names = [path.name for path in checkpoints.iterdir()]
-    return max(int(name) for name in names if name.isdigit())
-
-  process = subprocess.Popen(
-    [*command, "--config.train.num_steps=5000"], start_new_session=True
-  )
-
-  def is_over():
-    return process.poll() is not None
-
-  try:
-    assert until_lines(tmp_path / "metrics.jsonl", 5, is_over)
-    # It is written beside training, which does not wait for it.
-    assert until(lambda: newest() >= 2, is_over)
-    with pytest.raises(
-      workdir_lib.WorkdirError, match=f"process {process.pid} .*launch/train.py"
-    ):
-      workdir_lib.Claim(tmp_path, print).__enter__()
-    process.kill()  # its reward processes go on for a while
-    process.wait(30)
-    step = newest()
-    done = subprocess.run(
-      [*command, f"--config.train.num_steps={step + 2}"],
-      capture_output=True,
-      text=True,
-      timeout=170,
-    )
-  finally:
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(process.pid, signal.SIGKILL)
-    process.wait(30)
-  assert done.returncode == 0, done.stderr
-  summary = json.loads(done.stdout.splitlines()[-1])
-  check_ledger(tmp_path, summary)
-  assert [m["step"] for m in lines(tmp_path, "metrics")] == list(
-    range(step + 3)
-  )
 
 
 @pytest.mark.slow

@@ -1,35 +1,22 @@
 """Whole runs whose books meet numbers that are not finite."""
 
 import itertools
-import json
 import math
-import pathlib
-import sys
 
 import numpy as np
 import pytest
-import reward_scorers
 import test_run
 
-from jaxrl_async.run import train as train_lib
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import trainer as trainer_lib
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-from configs import tiny  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 
-def start(workdir, *, num_steps):
+def start(workdir, num_steps):
   """Synchronous, so that each step has tokens of the current version."""
-  config = tiny.get_config("sync")
-  config.warm_start.num_steps = 0
-  config.task.answer_prefix = ""
-  config.train.num_steps = num_steps
-  return json.loads(
-    train_lib.run(config, workdir, scorer=reward_scorers.length)
+  return test_run.start(
+    test_run.make_config("sync", num_steps=num_steps), workdir
   )
 
 
@@ -55,7 +42,7 @@ def with_a_skipped_update(tmp_path_factory):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(trainer_lib.Trainer, "prepare", poisoned)
-    return workdir, start(workdir, num_steps=3)
+    return workdir, start(workdir, 3)
 
 
 def test_a_run_with_a_skipped_update_ends_and_goes_on_with_finite_books(
@@ -72,7 +59,7 @@ def test_a_run_with_a_skipped_update_ends_and_goes_on_with_finite_books(
   assert summary["mismatch_kl_not_finite"] == 1
   assert summary["mismatch_kl_max"] >= max(kept) > 0
 
-  resumed = start(workdir, num_steps=4)
+  resumed = start(workdir, 4)
   assert all(math.isfinite(x) for x in numbers(resumed))
   assert resumed["train_steps"] == 4
   for name in ("eval_before", "eval_before_greedy", "warm_start_s"):

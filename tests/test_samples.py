@@ -1,6 +1,5 @@
 """Samples of completions: which are kept, how they are written and read."""
 
-import json
 import os
 import pathlib
 import pty
@@ -483,12 +482,3 @@ def test_nothing_to_show_is_one_line(workdir, flags, line):
   with pytest.raises(sections.ConfigError) as nothing:
     sample_pages.show(workdir, sample_pages.Query(**query))
   assert str(nothing.value).startswith(line) and "\n" not in str(nothing.value)
-
-
-def test_rows_can_be_read_by_other_programs(workdir):
-  pattern = workdir / "samples" / "step_*.parquet"
-  table = pl.scan_parquet(str(pattern)).group_by("step").len().collect()
-  assert json.loads(table.sort("step").write_json()) == [
-    *({"step": i, "len": 4} for i in (1, 2, 3)),
-    {"step": 4, "len": 1},
-  ]

@@ -1,5 +1,6 @@
 """Threads that fail, threads that are late, Ctrl-C and stalls."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -119,10 +120,11 @@ def test_one_signal_asks_and_a_second_one_ends(number, capfd):
   assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_second_signal_leaves_no_semaphore_behind():
+def test_a_second_signal_leaves_nothing_of_multiprocessing_behind(tmp_path):
   code = """
-import multiprocessing, signal, time
+import multiprocessing, multiprocessing.util, signal, time
 from jaxrl_async.processes import supervisor
+multiprocessing.util.get_temp_dir()  # as the first process of a pool does
 lock = multiprocessing.get_context("forkserver").Lock()
 stop = supervisor.StopRequest()
 with stop.on_signals(lambda text: None, at_once="ended"):
@@ -132,9 +134,14 @@ with stop.on_signals(lambda text: None, at_once="ended"):
   time.sleep(60)
 """
   ran = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    [sys.executable, "-c", code],
+    env=os.environ | {"TMPDIR": str(tmp_path)},
+    capture_output=True,
+    text=True,
+    timeout=120,
   )
   assert (ran.returncode, ran.stderr) == (130, "SIGINT: ended\n")
+  assert not list(tmp_path.iterdir())
 
 
 def test_a_signal_is_seen_while_the_main_thread_does_not_look(capfd):

@@ -6,12 +6,13 @@ import pathlib
 import subprocess
 import sys
 
-import jaxtyping
 import pytest
 from simulation import areal_comparison
 from simulation import presets
 from simulation import slice_sizes
 from simulation import throughput
+
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SYNC, OVERLAPPED, ASYNC = throughput.Mode
@@ -30,14 +31,6 @@ CLUSTER = throughput.Cluster(
   call_tokens=100,
 )
 TOKENS = 48_000
-
-
-@pytest.fixture(autouse=True)
-def unchecked():
-  """Switch off shape checks: most of the time would be theirs."""
-  jaxtyping.config.update("jaxtyping_disable", True)
-  yield
-  jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def step_s(mode, bound=0, **changes):
@@ -136,11 +129,3 @@ def test_the_script_prints_a_table_and_a_line_of_json():
   found = json.loads(last)
   assert len(table) == 2 + 3 and found["devices"] == 128
   assert [row["staleness"] for row in found["rows"]] == [0, 1, 1]
-
-
-@pytest.mark.slow
-def test_an_unknown_preset_is_one_line():
-  command = [sys.executable, "launch/simulate.py", "--preset=areal_2b"]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode and "areal_1p5b" in done.stderr
-  assert len(done.stderr.splitlines()) == 1

@@ -43,11 +43,6 @@ MODEL = configs.ModelConfig(
 LEARNING_RATE = 1e-2
 
 
-@pytest.fixture(autouse=True)
-def _scripts_import_what_lies_beside_them(monkeypatch):
-  monkeypatch.syspath_prepend(SCRIPT.parent)
-
-
 def batch_of(*rows):
   """A microbatch of one row for each list of segments, and one of padding."""
   packed = [tiny.packed(segments) for segments in (*rows, [])]

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxrl_async.config import sections
 from jaxrl_async.storage import disk
@@ -134,6 +134,17 @@ class Interrupted(RuntimeError):
   """The run was asked to end; the message says how to continue it."""
 
 
+def end_now(code: int) -> NoReturn:
+  """End this process without shutting down the interpreter.
+
+  A shutdown would wait for threads that hang. The semaphores of process pools,
+  about which Python would warn, and the directory of their sockets, which would
+  stay, are removed all the same.
+  """
+  _within(_LOOK_S, util._run_finalizers)  # pyright: ignore[reportAttributeAccessIssue]
+  os._exit(code)
+
+
 class StopRequest:
   """A request to end, made by signals.
 
@@ -146,7 +157,7 @@ class StopRequest:
   """
 
   def __init__(
-    self, end: Callable[[int], None] = os._exit, *, grace_s: float = 0.0
+    self, end: Callable[[int], None] = end_now, *, grace_s: float = 0.0
   ):
     """Begin without a request.
 
@@ -192,12 +203,9 @@ class StopRequest:
     self._clean_ups.append(clean_up)
 
   def clean_up(self) -> None:
-    """Call what `before_ending_now` registered, and remove semaphores."""
+    """Call what `before_ending_now` registered."""
     for clean_up in self._clean_ups:
       _within(_LOOK_S, clean_up)
-    # Those of process pools, about which Python would warn otherwise.
-    finalize = util._run_finalizers  # pyright: ignore[reportAttributeAccessIssue]
-    _within(_LOOK_S, functools.partial(finalize, 0))
 
   @contextlib.contextmanager
   def on_signals(

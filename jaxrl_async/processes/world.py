@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 import io
 from multiprocessing import connection as connection_lib
-import os
 import pickle
 import queue
 import sys
@@ -57,7 +56,7 @@ def end_process(line: str, code: int = LOST) -> None:
   if line:
     print(f"error: {line}", file=sys.stderr, flush=True)
   sys.stdout.flush()
-  os._exit(code)
+  supervisor_lib.end_now(code)
 
 
 class World:
