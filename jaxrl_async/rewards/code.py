@@ -408,15 +408,22 @@ def try_item(item: Mapping[str, Any], **params: Any) -> None:
     ValueError: its tests pass what is wrong, or fail what is right.
   """
   task = _task(item)
+  endless = 0
   for kind, wrong in _WRONG.items():
     names = "\n".join(f"{name} = wrong" for name in sorted(task.names))
     program = f"{task.setup}{wrong}{names}"
-    if not any(task.verdict(program, **params).failures):
+    failures = task.verdict(program, **params).failures
+    if not any(failures):
       raise ValueError(f"its tests pass a program that {kind}")
-  for name in _SOLUTIONS:
-    solution = item["metadata"].get(name)
-    if not solution or not isinstance(solution, str):
-      continue
+    endless += sandbox_lib.OUT_OF_TIME in failures
+  found = [(name, item["metadata"].get(name)) for name in _SOLUTIONS]
+  solutions = {name: x for name, x in found if x and isinstance(x, str)}
+  if endless == len(_WRONG) and not solutions:
+    raise ValueError(
+      "its tests take too long by themselves: they do not end where the"
+      " program only raises, and there is no solution to show that they can"
+    )
+  for name, solution in solutions.items():
     program = task.program_of(solution)
     if failures := list(filter(None, task.verdict(program, **params).failures)):
       raise ValueError(f"its own {name} fails its tests: {failures[0]}")

@@ -298,16 +298,17 @@ _GUARDS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
   "number_sorting": _has_same_numbers,
   "spell_backward": _does_not_go_on,
   "letter_jumble": _has_no_more_words,
+  **dict.fromkeys(_MOVES, _is_all_moves),
 }
 
 _OF_RIGHT: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
-  **dict.fromkeys(_MOVES, _is_all_moves),
   "advanced_geometry": _has_form,
   "cryptarithm": _has_form,
   "fraction_simplification": _has_form,
   "game_of_life": _has_form,
   "gsm_symbolic": _has_form,
   "knights_knaves": _has_form,
+  "polynomial_equations": _has_form,
   "survo": _has_form,
   "time_intervals": _has_form,
   "word_sorting": _has_form,
