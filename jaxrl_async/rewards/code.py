@@ -1,15 +1,6 @@
 """Scores of programs: unit tests and cases, run in the sandbox.
 
-The tests come with the item, in its metadata:
-
-    tests        Python source that raises where the program is wrong, or a list
-                 of such texts. It may define test functions, classes of
-                 unittest, or `check(candidate)`, as HumanEval's tests do
-    entry_point  what is tested: the name of a function or of a class, or an
-                 expression such as Solution().f; `check` is called with it
-    cases        or a list of {"stdin": ..., "stdout": ...}
-    setup        Python source that programs and tests begin with
-
+The tests come with the item, in its metadata; docs/rewards.md has its columns.
 What a program returns is compared only if it is plain data; see
 `sandbox_tests`.
 """
@@ -316,9 +307,7 @@ class _Task:
     )
     total_s = _time_of_score() * _SHARE_OF_TIME
     if self.cases:
-      return box.run_cases(
-        program, self.cases, stop_early=False, limits=limits, total_s=total_s
-      )
+      return box.run_cases(program, self.cases, limits=limits, total_s=total_s)
     return box.run_tests(
       program,
       tests=self.tests,

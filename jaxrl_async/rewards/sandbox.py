@@ -320,7 +320,6 @@ class Sandbox:
     program: str,
     cases: Sequence[Mapping[str, str]],
     *,
-    stop_early: bool = True,
     limits: Limits = Limits(),
     total_s: float = math.inf,
   ) -> Verdict:
@@ -332,7 +331,6 @@ class Sandbox:
     Args:
       program: Python source.
       cases: each with "stdin" and the expected "stdout".
-      stop_early: leave out the cases after the first that failed.
       limits: of each case. After one that is out of time the others are not
         run, and have failed in the same way.
       total_s: seconds for all cases together.
@@ -344,8 +342,6 @@ class Sandbox:
     failures: list[str] = []
     for case in cases:
       failures.append(self._case_failure(program, case, limits, deadline))
-      if failures[-1] and stop_early:
-        break
       if failures[-1] == OUT_OF_TIME:  # the others would take as long
         failures += [OUT_OF_TIME] * (len(cases) - len(failures))
         break
