@@ -303,6 +303,7 @@ FAULTY: tuple[dict[str, Any], ...] = (
       f"with mock.patch.object(time, 'time', lambda: 1): {_ASSERT}",
       "from unittest.mock import Mock\nm = Mock()\nf(m)\n"
       "m.assert_called_with(1)",
+      f"while True: pass\n{_ASSERT}",
     )
   ),
   {"tests": _ASSERT, "setup": "import numpy"},

@@ -114,3 +114,23 @@ assert f(p, 3) == EXPECTED == p.plus(1)
 """
   item = {"question": "Write f.", "metadata": {"tests": tests}}
   assert score(item, f"```\n{program}\n```") == is_right
+
+
+def test_without_an_entry_point_the_program_defines_what_the_tests_call():
+  item = {"question": "Write it.", "metadata": {"tests": "assert f(1) == 2"}}
+  for result, is_right in ("x + 1", True), ("x", False):
+    program = f"```python\ndef f(x): return {result}\n```"
+    said = f"{program}\nUse it:\n```python\nprint(f(1))\n```"
+    assert score(item, said) == is_right
+
+
+@pytest.mark.parametrize("indentation", ["", "    "])
+def test_a_body_goes_on_with_or_without_the_indentation_of_the_question(
+  indentation,
+):
+  task = {"tests": "assert S().f(1) == 2", "entry_point": "S().f"}
+  begun = f"class S:\n  def f(self, x):\n{indentation}"
+  item = {"question": begun, "metadata": task}
+  body = "    y = x\n    return y + 1\n"
+  for said in body, body.removeprefix(indentation):
+    assert score(item, said) == 1.0

@@ -123,6 +123,10 @@ def test_what_the_library_takes_for_right_is_wrong():
 BESIDE_IT = {
   "gsm_symbolic": lambda right: [f"-{right}", f"{right} or 7"],
   "letter_jumble": lambda right: [f"{right} or not", f"{right} {right}"],
+  "polynomial_equations": lambda right: [
+    f"{right}, 7 or 8",
+    f"not known, {right}",
+  ],
   "number_sorting": lambda right: [re.sub(r"(\d+)\.(\d)", r"\1.\g<2>5", right)],
   "spell_backward": lambda right: [f"{right}x", f"{right} or not"],
 }
@@ -134,12 +138,26 @@ def test_what_is_beside_the_right_answer_is_wrong(name):
     right = item["answer"]
     assert reasoning.score_answer(item, right) == 1.0
     for answer in BESIDE_IT[name](right):
-      if answer != right:
+      if right and answer != right:
         assert reasoning.score_answer(item, answer) < 0.9, (right, answer)
   if name == "number_sorting":
     numbers = ast.literal_eval(right)
     for written in (json.dumps(numbers), f"[{', '.join(numbers)}]"):
       assert reasoning.score_answer(item, written) == 1.0
+
+
+def test_surplus_moves_are_right_where_the_question_asks_for_any_solution():
+  for name, of_surplus in (("sokoban", 1.0), ("quantum_lock", 0.5)):
+    scores = {
+      reasoning.score_answer(item, surplus + item["answer"])
+      for item in items(name, 4)
+      for surplus in (("LR", "UD") if name == "sokoban" else ("A → ", "B → "))
+    }
+    assert of_surplus in scores <= {0.0, of_surplus}
+  # No part of it is a move of a longer sequence.
+  for item in items("quantum_lock", 4):
+    said = f"{item['answer']} or A → B"
+    assert reasoning.score_answer(item, said) == 0.0
 
 
 # Another spelling of the right answer, by an item's own one.

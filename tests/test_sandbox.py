@@ -347,11 +347,10 @@ def test_cases_compare_what_a_program_writes(box):
     {"stdin": "3\n", "stdout": "5\n"},
     {"stdin": "x\n", "stdout": ""},
   ]
-  verdict = box.run_cases(program, cases, stop_early=False)
+  verdict = box.run_cases(program, cases)
   assert verdict.num_passed == 2
   assert verdict.failures[2] == "wrote '4  \\n\\n'"
   assert verdict.failures[3] == "exit code 1"
-  assert len(box.run_cases(program, cases).failures) == 3
 
 
 def test_a_case_sees_nothing_of_the_one_before(box):

@@ -1,22 +1,13 @@
 """Scores of programs: unit tests and cases, run in the sandbox.
 
-The tests come with the item, in its metadata:
-
-    tests        Python source that raises where the program is wrong, or a list
-                 of such texts. It may define test functions, classes of
-                 unittest, or `check(candidate)`, as HumanEval's tests do
-    entry_point  what is tested: the name of a function or of a class, or an
-                 expression such as Solution().f; `check` is called with it
-    cases        or a list of {"stdin": ..., "stdout": ...}
-    setup        Python source that programs and tests begin with
-
+The tests come with the item, in its metadata; docs/rewards.md has its columns.
 What a program returns is compared only if it is plain data; see
 `sandbox_tests`.
 """
 
 import ast
 import builtins
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -62,25 +53,28 @@ _SOLUTIONS = ("solution", "canonical_solution")
 
 
 def program_of(
-  text: str, setup: str = "", begun: str = "", entry_point: str = ""
+  text: str,
+  setup: str = "",
+  begun: str = "",
+  tested: Collection[str] = (),
 ) -> str:
   """Return the program in a completion.
 
   Args:
     text: of the completion. Its last block of code is the program: preferably
-      one that defines the entry point, then one of Python, then one without a
+      one that defines what is tested, then one of Python, then one without a
       label. A text without a block is the program itself.
     setup: what it begins with.
-    begun: a definition. A text, or a block, that does not define the entry
-      point goes on with it, up to the first line that is not indented.
-    entry_point: what is tested, such as the function that is begun.
+    begun: a definition. A text, or a block, that defines nothing that is tested
+      goes on with it, up to the first line that is not indented.
+    tested: names, such as that of the function that is begun.
   """
   block = None
   if begun and _BODY.match(text):
     text = _FENCE.split(text)[0]  # of the block that the question has begun
-  elif (block := _block(text, entry_point)) is not None:
+  elif (block := _block(text, tested)) is not None:
     text = block
-  is_program = block is not None or _defines(text, entry_point)
+  is_program = block is not None or _defines(text, tested)
   if not begun or (is_program and not text.lstrip("\n")[:1].isspace()):
     # The text has to be the program's beginning for these lines.
     return setup + _FUTURE.sub("", text) if setup else text
@@ -89,6 +83,8 @@ def program_of(
     if body and line.strip() and not line[0].isspace():
       break
     body.append(line)
+  if text[:1].isspace():
+    begun = begun.rstrip(" \t")  # the text has the indentation too
   return setup + begun + "\n".join(body) + "\n"
 
 
@@ -102,13 +98,13 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     yield label, block
 
 
-def _block(text: str, entry_point: str) -> str | None:
+def _block(text: str, tested: Collection[str]) -> str | None:
   """Return the block of a text that is the program, or None."""
   best, best_rank = None, ()
   for label, block in _blocks(text):
     rank = (
       not label or label in _PYTHON,
-      _defines(block, entry_point),
+      _defines(block, tested),
       label in _PYTHON,
       bool(_CALL.search(block)),
     )
@@ -122,12 +118,13 @@ def _root(entry_point: str) -> str:
   return "".join(re.findall(r"^\w+", entry_point))
 
 
-def _defines(text: str, entry_point: str) -> bool:
-  """Return whether a line of a program defines the entry point."""
-  if not (name := _root(entry_point)):
+def _defines(text: str, tested: Collection[str]) -> bool:
+  """Return whether a line of a program defines something that is tested."""
+  if not tested:
     return False
+  names = f"(?:{'|'.join(sorted(tested))})"
   return bool(
-    re.search(rf"{_DEFINED.format(name)}|^{name}[ \t]*=", text, re.MULTILINE)
+    re.search(rf"{_DEFINED.format(names)}|^{names}[ \t]*=", text, re.MULTILINE)
   )
 
 
@@ -287,7 +284,8 @@ class _Task:
 
   def program_of(self, text: str) -> str:
     """Return the program in a completion."""
-    return program_of(text, self.setup, self.begun, self.defined)
+    tested = {self.defined} if self.defined else self.names
+    return program_of(text, self.setup, self.begun, tested)
 
   def verdict(
     self,
@@ -309,9 +307,7 @@ class _Task:
     )
     total_s = _time_of_score() * _SHARE_OF_TIME
     if self.cases:
-      return box.run_cases(
-        program, self.cases, stop_early=False, limits=limits, total_s=total_s
-      )
+      return box.run_cases(program, self.cases, limits=limits, total_s=total_s)
     return box.run_tests(
       program,
       tests=self.tests,
@@ -408,15 +404,22 @@ def try_item(item: Mapping[str, Any], **params: Any) -> None:
     ValueError: its tests pass what is wrong, or fail what is right.
   """
   task = _task(item)
+  endless = 0
   for kind, wrong in _WRONG.items():
     names = "\n".join(f"{name} = wrong" for name in sorted(task.names))
     program = f"{task.setup}{wrong}{names}"
-    if not any(task.verdict(program, **params).failures):
+    failures = task.verdict(program, **params).failures
+    if not any(failures):
       raise ValueError(f"its tests pass a program that {kind}")
-  for name in _SOLUTIONS:
-    solution = item["metadata"].get(name)
-    if not solution or not isinstance(solution, str):
-      continue
+    endless += sandbox_lib.OUT_OF_TIME in failures
+  found = [(name, item["metadata"].get(name)) for name in _SOLUTIONS]
+  solutions = {name: x for name, x in found if x and isinstance(x, str)}
+  if endless == len(_WRONG) and not solutions:
+    raise ValueError(
+      "its tests take too long by themselves: they do not end where the"
+      " program only raises, and there is no solution to show that they can"
+    )
+  for name, solution in solutions.items():
     program = task.program_of(solution)
     if failures := list(filter(None, task.verdict(program, **params).failures)):
       raise ValueError(f"its own {name} fails its tests: {failures[0]}")

@@ -22,6 +22,7 @@ from jaxrl_async.rewards import match
 
 _NAN = re.compile(r"(?<![a-z])nan(?![a-hj-z])", re.IGNORECASE)
 _MAX_CHARACTERS = 1_000  # of an answer that is parsed
+_NOT_PARSED = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _TOKEN = re.compile(r"\d[\d.]*|[^\W\d_]+")
 # Words around a value, how LaTeX writes a fraction, and what stands between.
@@ -99,7 +100,7 @@ def _is_literal(answer: str, item: Mapping[str, Any]) -> bool:
     return False
   try:
     ast.literal_eval(answer)
-  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+  except _NOT_PARSED:
     return False
   return True
 
@@ -133,14 +134,7 @@ def _value(answer: str) -> fractions.Fraction | None:
     return None
   try:
     return value(ast.parse(answer.strip(), mode="eval").body)
-  except (
-    ValueError,
-    KeyError,
-    SyntaxError,
-    ZeroDivisionError,
-    MemoryError,
-    RecursionError,
-  ):
+  except (*_NOT_PARSED, KeyError, ZeroDivisionError):
     return None
 
 
@@ -159,17 +153,6 @@ def _makes_24(answer: str, item: Mapping[str, Any]) -> bool:
 def _is_same_word(answer: str, item: Mapping[str, Any]) -> bool:
   """Compare the word. The library takes every text for true, `False` too."""
   return answer.strip().casefold() == str(item["answer"]).casefold()
-
-
-def _is_probability(answer: str, item: Mapping[str, Any]) -> bool:
-  """Compare the number. To the library 0 is the beginning of 0.3125."""
-  expected = match.last_number(item["answer"])
-  said = match.last_number(answer)
-  if expected is None or said is None or len(answer) > _MAX_CHARACTERS:
-    return False
-  if not re.fullmatch(r"[\d\s./,]+(?:[eE]-?\d{1,2})?", answer):
-    return False
-  return abs(said - expected) <= min(1e-4, 0.01 * expected)
 
 
 def _is_product(answer: str, item: Mapping[str, Any]) -> bool:
@@ -197,14 +180,7 @@ def _has_same_numbers(answer: str, item: Mapping[str, Any]) -> bool:
   """Compare the list. To the library numbers are equal that differ by 1."""
   try:
     found = [float(each) for each in ast.literal_eval(answer.strip())]
-  except (
-    ValueError,
-    SyntaxError,
-    TypeError,
-    OverflowError,
-    MemoryError,
-    RecursionError,
-  ):
+  except (*_NOT_PARSED, OverflowError):
     return False
   return found == [float(each) for each in ast.literal_eval(item["answer"])]
 
@@ -291,27 +267,27 @@ _GUARDS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
   "countdown": _is_arithmetic,
   "puzzle24": _makes_24,
   "game_of_life_halting": _is_same_word,
-  "coin_flip": _is_probability,
+  "coin_flip": functools.partial(_is_exact, digits=10, rounds=True),
   "prime_factorization": _is_product,
   "propositional_logic": _has_variables,
   "gsm_symbolic": _is_number,
   "number_sorting": _has_same_numbers,
   "spell_backward": _does_not_go_on,
   "letter_jumble": _has_no_more_words,
+  **dict.fromkeys(_MOVES, _is_all_moves),
 }
 
 _OF_RIGHT: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
-  **dict.fromkeys(_MOVES, _is_all_moves),
   "advanced_geometry": _has_form,
   "cryptarithm": _has_form,
   "fraction_simplification": _has_form,
   "game_of_life": _has_form,
   "gsm_symbolic": _has_form,
   "knights_knaves": _has_form,
+  "polynomial_equations": _has_form,
   "survo": _has_form,
   "time_intervals": _has_form,
   "word_sorting": _has_form,
-  "coin_flip": functools.partial(_is_exact, digits=10, rounds=True),
   "decimal_arithmetic": functools.partial(_is_exact, digits=12, rounds=True),
   "number_format": functools.partial(_is_exact, digits=15, rounds=False),
   "pool_matrix": _has_two_decimals,

@@ -72,9 +72,9 @@ def score_answer(item: Mapping[str, Any], answer: str | None) -> float:
   score = _scorer(item)
   expected = item.get("answer")
   is_expected = answer.strip() == str(expected).strip()
-  if not is_expected and not guards.lets_through(answer, item):
-    return 0.0
   try:
+    if not is_expected and not guards.lets_through(answer, item):
+      return 0.0
     found = float(score(guards.without_commas(answer, item), item))
     if found >= 1 and not (is_expected or guards.is_one_value(answer, item)):
       return 0.0

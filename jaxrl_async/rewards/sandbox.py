@@ -53,7 +53,7 @@ _FILES = ("/etc/ld.so.cache", "/etc/alternatives")
 # User ids that nobody has: each sandbox has another one, so that the kernel
 # counts its processes, and keeps its keys, apart from those of all others.
 _FIRST_UID, _NUM_UIDS = 1_000_000, 2**30
-_OUT_OF_TIME = "timeout"
+OUT_OF_TIME = "timeout"
 
 
 class Kind(enum.StrEnum):
@@ -320,7 +320,6 @@ class Sandbox:
     program: str,
     cases: Sequence[Mapping[str, str]],
     *,
-    stop_early: bool = True,
     limits: Limits = Limits(),
     total_s: float = math.inf,
   ) -> Verdict:
@@ -332,7 +331,6 @@ class Sandbox:
     Args:
       program: Python source.
       cases: each with "stdin" and the expected "stdout".
-      stop_early: leave out the cases after the first that failed.
       limits: of each case. After one that is out of time the others are not
         run, and have failed in the same way.
       total_s: seconds for all cases together.
@@ -344,10 +342,8 @@ class Sandbox:
     failures: list[str] = []
     for case in cases:
       failures.append(self._case_failure(program, case, limits, deadline))
-      if failures[-1] and stop_early:
-        break
-      if failures[-1] == _OUT_OF_TIME:  # the others would take as long
-        failures += [_OUT_OF_TIME] * (len(cases) - len(failures))
+      if failures[-1] == OUT_OF_TIME:  # the others would take as long
+        failures += [OUT_OF_TIME] * (len(cases) - len(failures))
         break
     return Verdict(failures=failures)
 
@@ -365,7 +361,7 @@ class Sandbox:
     except _StoppedError as stopped:
       return str(stopped)
     if code == -signal.SIGXCPU:
-      return _OUT_OF_TIME
+      return OUT_OF_TIME
     if code != 0:
       return f"exit code {code}"
     text = written.decode("utf-8", "replace")
@@ -391,7 +387,7 @@ class Sandbox:
       _StoppedError: the program went beyond a limit, or ended that process.
     """
     if deadline <= time.monotonic():
-      raise _StoppedError(_OUT_OF_TIME)
+      raise _StoppedError(OUT_OF_TIME)
     uid = None
     if not self.has_user and self.kind is not Kind.UNSAFE:
       uid = _FIRST_UID + secrets.randbelow(_NUM_UIDS)
@@ -458,7 +454,7 @@ def _listen(
         break  # what the program has left behind may still hold its output
       if not is_over and (left_s <= 0 or not ready):
         if has_started or time.monotonic() >= last:
-          raise _StoppedError(_OUT_OF_TIME)
+          raise _StoppedError(OUT_OF_TIME)
         raise SandboxError(f"the sandbox did not start within {_START_S:g} s")
       for key, _ in ready:
         data = os.read(key.fd, 1 << 16)

@@ -138,11 +138,13 @@ _SHORT = frozenset(
   " μm μs μg".split()
 )
 _UNIT = re.compile(
-  r"(?<=[\d})])\s*(?:\\ |~)*\s*"
+  r"(?:(?<=[\d})])|(?<=\\pi))\s*(?:\\ |~)*\s*"
   r"(?P<unit>(?:(?:[^\W\d_]{2,}+|(?<![\d}a-zA-Z])[a-zA-Z]"
   r"|[⺀-힯](?![^\W\d_]))\.?"
   r"(?:\^\{?-?[1-9]\}?)?(?:[/\s~-]|\\ |\\cdot )*+)+)$"
 )
+_ENDS_IN_TEXT = re.compile(rf"{_TEXT.pattern}(?:\^\{{?-?[1-9]\}}?)?\s*$")
+_VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])")
 _NO_UNITS = re.compile(
   r"\b(?:and|or|not|hundred|thousand|million|billion|trillion|dozen|half|base"
   r"|mod|modulo|plus|minus|times|over|squared|cubed|factorial|to|sin|cos|tan"
@@ -252,18 +254,32 @@ def _without_unit(answer: str) -> str:
   answer = _DEGREES.sub("", _CURRENCY.sub("", answer).strip())
   answer = re.sub(r"(?<=\d)\s+\(([^\W\d_]{2}[\w\s/]*)\)$", r" \1", answer)
   found = _UNIT.search(_TEXT.sub(r" \1", answer))
-  if found and _is_unit(found):
+  if found and _is_unit(found, is_text=bool(_ENDS_IN_TEXT.search(answer))):
     answer = _DEGREES.sub("", found.string[: found.start()])
   return _ENDS.sub("", answer)
 
 
-def _is_unit(found: re.Match[str]) -> bool:
-  """Return whether words after a number are its unit, and no product."""
+def _is_unit(found: re.Match[str], *, is_text: bool) -> bool:
+  """Return whether words after a number are its unit, and no product.
+
+  Args:
+    found: of `_UNIT`.
+    is_text: they are marked as text. Others with few letters are variables
+      after what has variables: m in (a+b) m, and in m v.
+  """
   unit = found["unit"]
   is_glued = found.start() == found.start("unit")
+  words = re.findall(r"[^\W\d_]+", unit.replace("\\cdot", ""))
+  shortest = min(map(len, words))
+  if not is_text and unit.isascii():
+    number = found.string[: found.start()].rpartition("=")[2]
+    if shortest < 4 and _VARIABLE.search(number):
+      return False
+    if shortest == 1 and ("\\pi" in number or " " in unit.strip()):
+      return False
   return not _NO_UNITS.search(unit) and all(
     len(word) > 2 + is_glued or word.casefold() in _SHORT or word[0] >= "⺀"
-    for word in re.findall(r"[^\W\d_]+", unit.replace("\\cdot", ""))
+    for word in words
   )
 
 

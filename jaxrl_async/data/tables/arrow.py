@@ -10,14 +10,22 @@ class Rows(Sequence[dict]):
   """The rows of a table, by number.
 
   A float of 16 or 32 bits becomes the float of 64 bits with the same shortest
-  text: 0.1 rather than 0.10000000149011612.
+  text: 0.1 rather than 0.10000000149011612. A time of day that is not whole in
+  microseconds is an error of its row, because Python's has no nanoseconds.
   """
 
   def __init__(self, length: int, schema: Any, at: Callable[[int], Any]):
     """Take what returns a table of one row, by its number."""
+    import pyarrow
+
     self._length, self._at = length, at
     self._kinds = {
       field.name: field.type for field in schema if "float" in str(field.type)
+    }
+    self._times = {
+      i: field.with_type(pyarrow.time64("us"))
+      for i, field in enumerate(schema)
+      if "time64[ns]" in str(field.type)
     }
 
   def __len__(self) -> int:
@@ -26,7 +34,10 @@ class Rows(Sequence[dict]):
 
   def __getitem__(self, row):
     """Return the columns of a row."""
-    (columns,) = self._at(row).to_pylist()
+    table = self._at(row)
+    for i, field in self._times.items():
+      table = table.set_column(i, field, table.column(i).cast(field.type))
+    (columns,) = table.to_pylist()
     for name, kind in self._kinds.items():
       columns[name] = _shortest(columns[name], kind)
     return columns
