@@ -5,6 +5,7 @@ thread, under the bound on staleness that the buffer keeps, while this loop
 trains on what is finished and publishes each new version of the weights.
 """
 
+from collections.abc import Callable
 import dataclasses
 import time
 from typing import NoReturn
@@ -59,7 +60,6 @@ class Loop:
   setup: setup_lib.Setup
   session: session_lib.Session
   found: resume.Found
-  step: int
   base_record: frozen_base.Record | None
   buffer: buffer_lib.Buffer
   trainer: trainer_lib.Trainer
@@ -72,6 +72,7 @@ class Loop:
 
   def __post_init__(self):
     """Make what the loop alone uses."""
+    self.step = self.found.first_step
     self.config, self.stop = self.setup.config, self.session.stop
     self.num_steps = self.config.train.num_steps
     shutdown = self.session.shutdown
@@ -273,7 +274,7 @@ class Loop:
       # Another start on the workdir then finds the evaluation.
       self.checkpoints.take_now(self.step)
 
-  def save(self, step: int) -> checkpoint.Write:
+  def save(self, step: int) -> Callable[[], None]:
     """Copy the whole run for a checkpoint, and return what writes the copy.
 
     The rollout side is paused while its state is copied. A workdir that is not

@@ -50,6 +50,13 @@ class Found(NamedTuple):
     """The number of train steps that are completed already."""
     return self.step or 0
 
+  def totals(self) -> dict[str, Any]:
+    """Return the totals of the metrics, which this start goes on counting."""
+    bound = {"run/max_staleness": self.host_state["max_staleness"]}
+    return (
+      bound if self.is_new else self.host_state["metrics"]["totals"] | bound
+    )
+
 
 def find(
   wanted: sections.Config,
