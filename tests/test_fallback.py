@@ -198,23 +198,6 @@ def test_arrays_may_be_donated_and_the_rest_changed_while_it_is_written(
   assert found_state == {"step": 1}
 
 
-def test_a_write_tells_how_far_it_is(tmp_path, monkeypatch):
-  seen, fsync = [], os.fsync
-  write = checkpoint.begin(tmp_path, 1, STATE, {"x": "x" * 1000}, [])
-  before = write.progress()
-
-  def record(descriptor):
-    seen.append(write.progress())
-    fsync(descriptor)
-
-  monkeypatch.setattr(os, "fsync", record)
-  write()
-  num_files = len([x for x in (tmp_path / "1").rglob("*") if x.is_file()]) - 1
-  assert seen[0][1] >= before[1] + 1000  # bytes
-  of_files = [parts for parts, _ in seen[:num_files]]
-  assert of_files == sorted(set(of_files)) and of_files[-1] >= num_files - 1
-
-
 class LateResponse:
   """What Orbax returns, for which nobody may wait too early."""
 

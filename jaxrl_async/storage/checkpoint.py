@@ -30,7 +30,6 @@ written and read by all of them, each its own part. Process 0 calls `begin` and
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import fcntl
-import itertools
 import json
 import logging
 import os
@@ -73,49 +72,6 @@ class Verified(NamedTuple):
   marks: Any
 
 
-class Write:
-  """A function that writes a directory to its end, and counts what it does.
-
-  Threads: one calls it. Any other may call `progress` meanwhile.
-  """
-
-  def __init__(
-    self, path: pathlib.Path, finish: Callable[[Callable[[], None]], None]
-  ):
-    """Prepare to write.
-
-    Args:
-      path: of the directory, under the name that it has while it is written.
-      finish: writes it. It calls its argument after each part of what it does
-        with files that are complete.
-    """
-    self._path = path
-    self._finish = finish
-    self._count = itertools.count()
-    self._num_parts = 0
-
-  def __call__(self) -> None:
-    """Write the directory."""
-    self._finish(self._on_part)
-
-  def _on_part(self) -> None:
-    self._num_parts = next(self._count)
-
-  def progress(self) -> object:
-    """Return a value that changes while something is written.
-
-    A disk that does not respond may hold this call up for ever.
-    """
-    num_bytes = 0
-    for place, _, names in os.walk(self._path):
-      for name in names:
-        try:
-          num_bytes += os.stat(os.path.join(place, name)).st_size
-        except FileNotFoundError:
-          pass  # it has got another name
-    return self._num_parts, num_bytes
-
-
 def save(
   directory: pathlib.Path,
   step: int,
@@ -140,7 +96,7 @@ def begin(
   *,
   keep: int = 2,
   announce: Announce = lambda path: None,
-) -> Write:
+) -> Callable[[], None]:
   """Copy what a checkpoint holds, and begin to write it.
 
   The arguments may be changed, and the arrays donated, after this function has
@@ -161,7 +117,7 @@ def begin(
     name, and then removes all but the newest ones. It has to be called before
     the next checkpoint of this directory is begun, in any thread. It raises a
     StorageError if the checkpoint could not be written. Earlier checkpoints are
-    then unchanged. It also tells how far it is.
+    then unchanged.
 
   Raises:
     CheckpointError: `keep` is less than 1.
@@ -181,17 +137,17 @@ def begin(
     announce(incomplete / "train_state")
     wait = begin_arrays(incomplete / "train_state", train_state)
 
-  def finish(on_part: Callable[[], None]) -> None:
+  def finish() -> None:
     with _writing(directory, step):
       with disk.naming_lost_files(incomplete):
         wait()
       for name, pieces in files.items():
         disk.write_pieces(incomplete / name, pieces)
       about = {"format": FORMAT, "step": step, "layout": layout}
-      manifest.write(incomplete, about, sync=True, on_part=on_part)
+      manifest.write(incomplete, about, sync=True)
       _put_in_place(directory, step, keep)
 
-  return Write(incomplete, finish)
+  return finish
 
 
 @contextlib.contextmanager
