@@ -45,6 +45,7 @@ from jaxrl_async.storage import pytree_files
 
 R = TypeVar("R")
 Announce = Callable[[pathlib.Path], None]
+Verified = dict[str, Any]  # what `verify` returns
 
 # The format is raised when earlier code would misread the stored files.
 FORMAT = 1
@@ -58,18 +59,6 @@ class CheckpointError(sections.ConfigError):
 
 class DamagedError(CheckpointError):
   """A checkpoint is not what was written; the message is one line."""
-
-
-class Verified(NamedTuple):
-  """A checkpoint whose files were verified.
-
-  Attributes:
-    about: what its manifest says.
-    marks: what differs if one of its files has changed since.
-  """
-
-  about: dict[str, Any]
-  marks: Any
 
 
 def save(
@@ -232,7 +221,7 @@ def read_newest(
 
 
 def verify(directory: pathlib.Path, step: int) -> Verified:
-  """Verify all files of a checkpoint, so that this need not be done again.
+  """Verify all files of a checkpoint, and return what its manifest says.
 
   Raises:
     DamagedError: a file is missing, was added or has changed.
@@ -240,29 +229,12 @@ def verify(directory: pathlib.Path, step: int) -> Verified:
   """
   path = _path_of(directory, step)
   try:
-    marks = manifest.marks(path)
     about = manifest.verify(path)
   except (manifest.ManifestError, OSError) as error:
     is_refused = isinstance(error, PermissionError)
     kind = CheckpointError if is_refused else DamagedError
     raise kind(f"checkpoint of step {step}: {error}") from error
-  return Verified(_readable(about, path, step), marks)
-
-
-def _about(path: pathlib.Path, step: int, verified: Verified | None) -> Any:
-  """Return what the manifest of a checkpoint says, after verifying all of it.
-
-  If it was verified before, only the marks of its files are compared.
-  """
-  if verified is None:
-    return verify(path.parent, step).about
-  try:
-    is_same = manifest.marks(path) == verified.marks
-  except OSError:
-    is_same = False
-  if not is_same:
-    raise DamagedError(f"checkpoint of step {step}: {path} has just changed")
-  return verified.about
+  return _readable(about, path, step)
 
 
 def host_state(
@@ -280,7 +252,8 @@ def host_state(
     CheckpointError: it is of a newer version.
   """
   path = _path_of(directory, step)
-  _about(path, step, verified)
+  if verified is None:
+    verify(directory, step)
   return json.loads((path / "host_state.json").read_text())
 
 
@@ -317,7 +290,7 @@ def restore(
       bit, or the stored leaves are not those of the abstract state.
   """
   path = _path_of(directory, step)
-  about = _about(path, step, verified)
+  about = verified or verify(directory, step)
   _check_layout(about, step, abstract_train_state)
   announce(path)
   train_state = pytree_files.load(path / "train_state", abstract_train_state)
@@ -378,8 +351,7 @@ def restore_params(
     CheckpointError: the checkpoint is damaged or of another architecture.
   """
   path = _path_of(directory, step)
-  about = _about(path, step, verified)
-  found = about["layout"]
+  found = (verified or verify(directory, step))["layout"]
   parts = [f"models.policy.{part}." for part in ("trainable", "frozen")]
 
   def stored_as(name: str) -> str:

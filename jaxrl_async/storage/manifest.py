@@ -98,31 +98,6 @@ def verify(directory: pathlib.Path) -> dict[str, Any]:
   return manifest["about"]
 
 
-def marks(directory: pathlib.Path) -> tuple[list[str], list[list[int]]]:
-  """Return what differs if a file is added, lost, replaced or changed.
-
-  Files are opened for this, because a network file system then asks its server.
-
-  Raises:
-    OSError: a file cannot be opened.
-  """
-  paths = sorted(path for path in directory.rglob("*") if path.is_file())
-  found = []
-  for path in paths:
-    with open(path, "rb") as file:
-      status = os.fstat(file.fileno())
-    found.append(
-      [
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-      ]
-    )
-  return [*map(str, paths)], found
-
-
 def about(directory: pathlib.Path) -> dict[str, Any]:
   """Return what `write` was told about a directory, without checking files.
 
