@@ -48,7 +48,7 @@ def stored_groups(workdir):
   if step is None:
     return 0, {}
   groups = outstanding_lib.read(directory / str(step))
-  return step, {g.group.index: g.group for g in groups if g.group is not None}
+  return step, {g.group.index: g.group for g in groups}
 
 
 def first_prompts(count):

@@ -345,23 +345,21 @@ def outstanding(
   groups = [(_RUNNING, running[a.index]) for a in state.running]
   groups += [(_FINISHED, group) for group in state.finished]
   return [
-    outstanding_lib.OutstandingGroup(
-      admission=group.admission, status=status, group=group
-    )
+    outstanding_lib.OutstandingGroup(status=status, group=group)
     for status, group in groups
   ]
 
 
 def count_tokens(groups: list[outstanding_lib.OutstandingGroup]) -> int:
   """Return the number of completion tokens in these groups."""
-  return sum(g.group.num_completion_tokens for g in groups if g.group)
+  return sum(g.group.num_completion_tokens for g in groups)
 
 
 def running(
   groups: list[outstanding_lib.OutstandingGroup],
 ) -> list[types.RolloutGroup]:
   """Return the groups that were running, which continue where they stopped."""
-  return [g.group for g in groups if g.status == _RUNNING and g.group]
+  return [g.group for g in groups if g.status == _RUNNING]
 
 
 def buffer_state(
@@ -377,5 +375,5 @@ def buffer_state(
     next_step=next_step,
     next_index=next_index,
     running=[group.admission for group in running(groups)],
-    finished=[g.group for g in groups if g.status == _FINISHED and g.group],
+    finished=[g.group for g in groups if g.status == _FINISHED],
   )

@@ -173,7 +173,7 @@ def _check_lengths(
   wanted: sections.Config, outstanding: list[dict[str, Any]]
 ) -> None:
   """Check that no stored trajectory exceeds the new limits."""
-  groups = [record["group"] for record in outstanding if record["group"]]
+  groups = [record["group"] for record in outstanding]
   stored = [t for group in groups for t in group["trajectories"]]
   half_written = [t for t in stored if t["finish_reason"] is None]
   for path, limit, trajectories in (
