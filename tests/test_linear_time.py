@@ -414,7 +414,6 @@ def schedule(folder, num_steps, num_trajectories):
     folder,
     0,
     record_steps=True,
-    keep_trajectories=False,
     first_step=0,
     environment={},
     config={},
