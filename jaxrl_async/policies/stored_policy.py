@@ -344,10 +344,6 @@ def identity(stored: StoredPolicy, step: int) -> str:
   Of a checkpoint it is that of its manifest, which has a digest of each file.
   Of other weights it is that of their names, their sizes, and the first and
   last megabyte of each file, so that it takes no time.
-
-  Args:
-    stored: the policy.
-    step: of the checkpoint, as `load` returned it.
   """
   if stored.kind is Kind.RUN:
     return manifest.digest(stored.checkpoints / str(step))

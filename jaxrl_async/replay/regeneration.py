@@ -40,15 +40,7 @@ class Regeneration:
     begun: Sequence[types.RolloutGroup],
     episode: episode_lib.Episode,
   ):
-    """Build an engine of the run.
-
-    Args:
-      setup: of the run.
-      trainer: its weights generate.
-      prompts: of the timing record.
-      begun: groups that were outstanding at the beginning.
-      episode: of the run.
-    """
+    """Build an engine of the run; groups that `begun` holds go on."""
     self.num_generated = self.num_restored = 0
     self._trainer = trainer
     self._prompts = prompts

@@ -277,11 +277,7 @@ class _Replay:
     step: recorded_timing.RecordedStep,
     groups: list[types.RolloutGroup],
   ) -> None:
-    """Make a train step, and compare what its updates measured.
-
-    Raises:
-      Difference: it is something else.
-    """
+    """Make a train step, and compare what its updates measured."""
     batch = self._trainer.prepare(groups, step.step)
     done = self._trainer.step(step.step, batch)
     sums = timing_record.plain_sums(jax.device_get(done.sums))
@@ -291,9 +287,6 @@ class _Replay:
     """Compare the train state with a checkpoint of this step, if there is one.
 
     The trainer has no state afterwards: there may be no room for two.
-
-    Raises:
-      Difference: it is another one, though the same programs have made it.
     """
     if step not in checkpoint.steps(self._workdir / workdir_lib.CHECKPOINTS):
       self._progress.note(

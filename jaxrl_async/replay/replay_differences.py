@@ -19,12 +19,7 @@ def of_groups(
   step: recorded_timing.RecordedStep,
   found: list[types.RolloutGroup],
 ) -> str:
-  """Return what is different about the groups of a step; "" if nothing is.
-
-  Args:
-    step: what the timing record says.
-    found: what the replay has generated.
-  """
+  """Return what is different about the groups of a step; "" if nothing is."""
   where = f"train step {step.step}"
   if len(found) != len(step.groups):
     return f"{where}: it had {len(step.groups)} groups, there are {len(found)}"

@@ -103,9 +103,6 @@ class Checkpointing:
     If another one is being written, this waits for it. A failure is passed to
     `note`, and the checkpoint becomes due again.
 
-    Args:
-      step: the number of completed train steps.
-
     Raises:
       StorageError: too many attempts in a row have failed.
     """
@@ -138,9 +135,6 @@ class Checkpointing:
 
     A stop request ends the attempts after one that fails.
 
-    Args:
-      step: the number of completed train steps.
-
     Raises:
       StorageError: it could not be written.
     """
@@ -158,9 +152,6 @@ class Checkpointing:
 
     What is being written already is awaited. Another one is begun behind it
     only if it is expected to be written before the process is killed.
-
-    Args:
-      step: the number of completed train steps.
 
     Returns:
       The step of the newest checkpoint.
@@ -226,12 +217,7 @@ class Checkpointing:
     self._age_s, self._looked_s = 0.0, time.monotonic()
 
   def _wait(self) -> None:
-    """Wait until the checkpoint that was taken last is written or has failed.
-
-    Raises:
-      StorageError: too many attempts in a row have failed, or this one takes
-        too long.
-    """
+    """Wait until what was taken last is written or has failed."""
     while self._writing is not None:
       futures.wait([self._writing], _LOOK_S)
       self._look()
@@ -267,12 +253,7 @@ class Checkpointing:
     writing.result()
 
   def _look(self) -> None:
-    """Take the result of the thread, if it has ended.
-
-    Raises:
-      StorageError: too many attempts in a row have failed, or this one takes
-        too long.
-    """
+    """Take the result of the thread, if it has ended."""
     if self._writing is None:
       return
     if not self._writing.done():
@@ -305,11 +286,7 @@ class Checkpointing:
       )
 
   def _fail(self, error: disk.StorageError) -> None:
-    """Count a failure, and try again later.
-
-    Raises:
-      StorageError: it was one too many.
-    """
+    """Count a failure, and try again later."""
     self._failure = error
     self.num_failures += 1
     self._num_in_a_row += 1

@@ -240,13 +240,7 @@ class Loop:
       self._look(watch, "the recorder")
 
   def _look(self, watch: supervisor_lib.StallWatch, awaited: str) -> None:
-    """Check for failures and stalls; every wait calls this repeatedly.
-
-    Raises:
-      ThreadFailed: a thread has failed.
-      ConfigError, StorageError: a thread has failed with this error.
-      StallError: nothing has moved for `run.stall_timeout_s`.
-    """
+    """Check for failures and stalls; every wait calls this repeatedly."""
     self.session.shutdown.supervisor.check()
     parts = (self.loader, self.recorder, self.rollout)
     self.rollout_thread.check(
@@ -262,11 +256,7 @@ class Loop:
   # -- evaluation, checkpoints, the end -------------------------------------
 
   def _evaluate(self) -> None:
-    """Wait for the evaluation of this step, which pauses the run.
-
-    Raises:
-      Interrupted: the run was asked to end; a checkpoint was saved.
-    """
+    """Wait for the evaluation of this step, which pauses the run."""
     self._wait_for_recorder()
     if not self.evaluations.in_a_pause():
       self._interrupt()
@@ -279,9 +269,6 @@ class Loop:
 
     The rollout side is paused while its state is copied. A workdir that is not
     reached must not be made anew.
-
-    Args:
-      step: the number of completed train steps.
     """
     with disk.writing(self.session.workdir):
       self.session.claim.check_in_place()

@@ -345,10 +345,6 @@ def _send_base(
 
   They travel through a channel of the configured kind, which is closed
   afterwards. The versions that follow hold adapters only.
-
-  Raises:
-    WeightTransferError: they could not be sent.
-    StorageError: the directory of the channel is full.
   """
   section = setup.config.run
   channel = _make_channel(setup, session, trainer.base_shapes(), engine)

@@ -130,11 +130,7 @@ def _config(config: sections.Config | str | pathlib.Path) -> sections.Config:
 def _uri(
   name: str, dataset: str | Sequence[Mapping[str, Any]], workdir: pathlib.Path
 ) -> str:
-  """Return the name of a dataset; rows are first stored in the workdir.
-
-  Raises:
-    ConfigError: a row cannot be stored as JSON, or other rows are there.
-  """
+  """Return the name of a dataset; rows are first stored in the workdir."""
   if isinstance(dataset, str):
     return dataset
   lines = []

@@ -461,11 +461,7 @@ def set_aside(directory: pathlib.Path, damaged: Sequence[int]) -> None:
 
 
 def _names(directory: pathlib.Path) -> list[str]:
-  """Return the names in a directory, which need not exist.
-
-  Raises:
-    CheckpointError: the directory exists but cannot be read.
-  """
+  """Return the names in a directory, which need not exist."""
   try:
     return sorted(os.listdir(directory))
   except FileNotFoundError:

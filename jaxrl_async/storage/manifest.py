@@ -71,9 +71,6 @@ def write(
 def verify(directory: pathlib.Path) -> dict[str, Any]:
   """Check every file, and return what `write` was told about the directory.
 
-  Args:
-    directory: holds the files.
-
   Raises:
     ManifestError: there is no manifest, or a file was added, lost or changed.
   """

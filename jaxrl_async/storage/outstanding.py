@@ -89,11 +89,7 @@ def packed(groups: list[OutstandingGroup]) -> dict[str, disk.Pieces]:
 
 
 def _npy(field: str, pieces: list[np.ndarray]) -> disk.Pieces:
-  """Return the file that numpy reads as these arrays end to end.
-
-  Raises:
-    OutstandingError: they differ in their type.
-  """
+  """Return the file that numpy reads as these arrays end to end."""
   dtypes = {piece.dtype for piece in pieces} or {np.dtype(np.float64)}
   if len(dtypes) > 1:
     names = " and ".join(sorted(map(str, dtypes)))
