@@ -105,7 +105,7 @@ def _cuts(workdir: pathlib.Path) -> list[list[int]]:
   cuts = []
   for path in (workdir / "checkpoints").iterdir():
     if path.name.isdecimal() and _FIRST_STEPS <= int(path.name) < _STEPS.value:
-      groups = [one.group for one in outstanding_lib.read(path) if one.group]
+      groups = [one.group for one in outstanding_lib.read(path)]
       cuts.append(
         [
           len(trajectory.tokens)

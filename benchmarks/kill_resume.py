@@ -56,6 +56,7 @@ import stage_board
 import surviving_books
 
 from jaxrl_async.devices import xla_flags
+from jaxrl_async.weights import transfer_directory
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _POLL_S = 0.0005
@@ -373,7 +374,7 @@ def measure(
   assert final is not None
   books = [*driver.books, final]
   rewritten = surviving_books.changed_since(workdir, [b.prefix for b in books])
-  used = json.loads((workdir / "weight_transfer.json").read_text())
+  used = transfer_directory.defaults(workdir.resolve())
   return {
     "mode": mode,
     "replicas": replicas,
@@ -393,7 +394,7 @@ def measure(
     "missed": driver.num_missed,
     "ready_s_median": round(statistics.median(driver.ready_s or [0.0]), 1),
     "orphans_s_max": round(max(driver.orphans_s), 2),
-    "left_in_memory": [path for path in used if os.path.exists(path)],
+    "left_in_memory": [str(path) for path in used if path.exists()],
   }
 
 

@@ -74,7 +74,6 @@ class Books:
       workdir,
       stored.get("timing", 0),
       record_steps=True,
-      keep_trajectories=False,
       first_step=stored.get("step", 0),
       environment={},
       config={},

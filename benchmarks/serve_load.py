@@ -61,6 +61,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.policies import serve
+from jaxrl_async.policies import stored_policy
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.serving import front as front_lib
 from jaxrl_async.text import chat_template as chat_template_lib
@@ -120,8 +121,8 @@ _MODEL = configs.ModelConfig(
 def _policy() -> serve.Policy:
   """Return random parameters, equal in every process, or those of the run."""
   if _WORKDIR.value:
-    return serve.load_run(
-      pathlib.Path(_WORKDIR.value).absolute(),
+    return serve.load(
+      stored_policy.of_run(pathlib.Path(_WORKDIR.value).absolute()),
       num_slots=_NUM_SLOTS.value,
       cache_tokens=_CACHE_TOKENS.value,
     )

@@ -6,6 +6,7 @@ The flags after the board are those of launch/train.py. Only the functions that
 are named below are wrapped, and they do what they did.
 """
 
+from collections.abc import Callable
 import pathlib
 import runpy
 import sys
@@ -49,11 +50,10 @@ def mark(board: stage_board.Board) -> None:
   pool_lib.Pool.score = marked
   begin = checkpoint.begin
 
-  def begun(*arguments: Any, **options: Any) -> checkpoint.Write:
+  def begun(*arguments: Any, **options: Any) -> Callable[[], None]:
     # A thread finishes it.
     write = board.marking("checkpoint", begin)(*arguments, **options)
-    write._finish = board.marking("checkpoint", write._finish)
-    return write
+    return board.marking("checkpoint", write)
 
   checkpoint.begin = begun
 

@@ -103,15 +103,14 @@ def read(
   entries = [json.loads(line) for line in content.splitlines()]
   found = {entry["index"]: entry["prompt_id"] for entry in entries}
   indices = [entry["index"] for entry in entries]
-  for group in outstanding:
-    assert group.group is not None
-    indices.append(group.admission.index)
-    found[group.admission.index] = group.group.prompt.prompt_id
+  for one in outstanding:
+    indices.append(one.group.index)
+    found[one.group.index] = one.group.prompt.prompt_id
   lost, duplicated = _compared(indices, range(state["next_index"]))
   if prompt_ids is not None:
     more = _compared(found.values(), prompt_ids[: state["next_index"]])
     lost, duplicated = lost + more[0], duplicated + more[1]
-  in_flight = sum(g.group.num_completion_tokens for g in outstanding if g.group)
+  in_flight = sum(g.group.num_completion_tokens for g in outstanding)
   return Books(
     prefix=Prefix(
       step=int(path.name),

@@ -104,7 +104,6 @@ def replay(
   *,
   until: int | None = None,
   from_step: int = 0,
-  from_ledger: bool = False,
   dataset: source_lib.Source | None = None,
   loss: objectives.Loss | None = None,
   episode: episode_lib.Episode = episode_lib.single_turn,
@@ -119,7 +118,6 @@ def replay(
     workdir: of the run. Nothing is written to it.
     until: train steps that are completed at the end; None is all.
     from_step: train step of the checkpoint to begin with.
-    from_ledger: whether to train on the stored trajectories.
     dataset: the source that the run was given.
     loss: the loss that it was given.
     episode: the episode that it was given.
@@ -132,11 +130,7 @@ def replay(
     replay_differences.Difference: something came out differently.
     Interrupted: the replay was asked to stop.
   """
-  wanted = replay_settings.Wanted(
-    until=until,
-    from_step=from_step,
-    from_ledger=from_ledger,
-  )
+  wanted = replay_settings.Wanted(until=until, from_step=from_step)
   return script.replay(
     pathlib.Path(workdir), wanted, source=dataset, loss=loss, episode=episode
   )

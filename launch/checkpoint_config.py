@@ -14,25 +14,36 @@ import pathlib
 from jaxrl_async.config import sections
 from jaxrl_async.models import hub
 from jaxrl_async.storage import config_json
+from jaxrl_async.storage import directories
 from jaxrl_async.storage import model_files
+
+
+def check(checkpoint: str) -> None:
+  """Check that --checkpoint names a directory, or a model of the hub.
+
+  Raises:
+    ConfigError: it does not.
+  """
+  sections.require(
+    bool(checkpoint), "checkpoint", "missing; use --checkpoint=DIRECTORY"
+  )
+  if not checkpoint.startswith(hub.PREFIX):
+    directories.check_can_read(
+      "checkpoint",
+      checkpoint,
+      "use a run's workdir, a directory in Hugging Face's format, or"
+      " hf:ORG/NAME of its hub",
+    )
 
 
 def get_config(checkpoint: str = "") -> sections.Config:
   """Return the config that belongs to a policy in a directory."""
-  sections.require(
-    bool(checkpoint), "checkpoint", "missing; use --checkpoint=DIRECTORY"
-  )
+  check(checkpoint)
   if checkpoint.startswith(hub.PREFIX):
     config = sections.Config()
     config.model.name = checkpoint
     return config
-  directory = pathlib.Path(checkpoint)
-  if not directory.is_dir():
-    raise sections.ConfigError(
-      f"checkpoint: {sections.shown(checkpoint)} is no directory; use a run's"
-      " workdir, or a directory in Hugging Face's format"
-    )
-  directory = directory.absolute()
+  directory = pathlib.Path(checkpoint).absolute()
   for place in (directory, directory.parent):
     try:
       found = model_files.read_optional(place / config_json.NAME)

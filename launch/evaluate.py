@@ -18,12 +18,12 @@ import json
 import pathlib
 
 from absl import flags
+import checkpoint_config
 
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.devices import xla_flags
-from jaxrl_async.models import hub
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import directories
@@ -66,27 +66,16 @@ _OUTPUT = flags.DEFINE_string(
 def _check() -> None:
   if command_line.WORKDIR.value:
     raise sections.ConfigError("workdir: not used here; use --output=DIRECTORY")
-  for flag, use in (
-    (_CHECKPOINT, "--checkpoint=DIRECTORY"),
-    (_OUTPUT, "--output=DIRECTORY"),
-  ):
-    if not flag.value:
-      raise sections.ConfigError(f"{flag.name}: missing; use {use}")
-  if not _CHECKPOINT.value.startswith(hub.PREFIX):
-    directories.check_can_read(
-      "checkpoint",
-      _CHECKPOINT.value,
-      "use a run's workdir, a directory in Hugging Face's format, or"
-      " hf:ORG/NAME of its hub",
-    )
+  checkpoint_config.check(_CHECKPOINT.value)
+  sections.require(
+    bool(_OUTPUT.value), "output", "missing; use --output=DIRECTORY"
+  )
   directories.check_can_write("output", _OUTPUT.value)
   command_line.check_compile_cache()
 
 
 def _given(config: sections.Config) -> set[str]:
   """Return the paths of the settings that differ from the checkpoint's own."""
-  import checkpoint_config
-
   own = checkpoint_config.get_config(_CHECKPOINT.value)
   return set(config_json.differences(own, config))
 

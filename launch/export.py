@@ -14,10 +14,10 @@ import os
 import pathlib
 
 from absl import flags
+import checkpoint_config
 
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
-from jaxrl_async.models import hub
 from jaxrl_async.storage import directories
 
 # Slow imports are made where they are used, after all checks.
@@ -54,18 +54,10 @@ _MAX_SHARD_BYTES = flags.DEFINE_integer(
 def _check() -> None:
   if command_line.WORKDIR.value:
     raise sections.ConfigError("workdir: not used here; use --checkpoint")
-  for flag in (_CHECKPOINT, _OUTPUT):
-    if not flag.value:
-      raise sections.ConfigError(
-        f"{flag.name}: missing; use --{flag.name}=DIRECTORY"
-      )
-  if not _CHECKPOINT.value.startswith(hub.PREFIX):
-    directories.check_can_read(
-      "checkpoint",
-      _CHECKPOINT.value,
-      "use a run's workdir, a directory in Hugging Face's format, or"
-      " hf:ORG/NAME of its hub",
-    )
+  checkpoint_config.check(_CHECKPOINT.value)
+  sections.require(
+    bool(_OUTPUT.value), "output", "missing; use --output=DIRECTORY"
+  )
   directories.check_can_write("output", _OUTPUT.value)
 
 

@@ -194,17 +194,20 @@ def _check() -> None:
 
 def _policy() -> Any:
   from jaxrl_async.policies import serve
+  from jaxrl_async.policies import stored_policy
 
-  sizes = {
-    "num_slots": _NUM_SLOTS.value,
-    "cache_tokens": _CACHE_TOKENS.value,
-    "max_positions": _MAX_POSITIONS.value,
-  }
   command_line.use_own_compile_cache()
   if _CHECKPOINT.value:
-    return serve.load_checkpoint(_CHECKPOINT.value, **sizes)
-  path = pathlib.Path(command_line.WORKDIR.value).absolute()
-  return serve.load_run(path, **sizes)
+    stored = stored_policy.find(_CHECKPOINT.value)
+  else:
+    workdir = pathlib.Path(command_line.WORKDIR.value)
+    stored = stored_policy.of_run(workdir.absolute())
+  return serve.load(
+    stored,
+    num_slots=_NUM_SLOTS.value,
+    cache_tokens=_CACHE_TOKENS.value,
+    max_positions=_MAX_POSITIONS.value,
+  )
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ def test_no_sequence_is_longer_than_the_model_was_made_for(tmp_path):
     lambda: setup_lib.on_all_devices(
       config, jax.devices(), tokenizer=tokenizer_lib.load(source)
     ),
-    lambda: serve.load_checkpoint(source, **sizes),
+    lambda: serve.load(stored_policy.find(source), **sizes),
   ):
     config.rollout.cache_tokens = 513
     with pytest.raises(
@@ -130,10 +130,10 @@ def test_no_sequence_is_longer_than_the_model_was_made_for(tmp_path):
       resolved()
   config.model.max_positions = 513
   assert setup_lib.resolve(config, jax.devices()).model.max_positions == 513
-  policy = serve.load_checkpoint(source, **sizes, max_positions=513)
+  policy = serve.load(stored_policy.find(source), **sizes, max_positions=513)
   assert policy.setup.config.rollout.cache_tokens == 513
   # What says nothing of its length gets the one that it was made for.
-  policy = serve.load_checkpoint(source, num_slots=2, cache_tokens=0)
+  policy = serve.load(stored_policy.find(source), num_slots=2, cache_tokens=0)
   assert policy.setup.config.rollout.cache_tokens == 512
   written = policy_lib.load(stored_policy.find(source), jax.devices()[:1])
   assert written.generate("1", max_tokens=4, temperature=0.0)
@@ -148,7 +148,7 @@ def test_a_model_of_unknown_length_has_no_bound(tmp_path):
   del settings["max_position_embeddings"]
   path.write_text(json.dumps(settings))
   assert hf_config.max_positions(source) is None
-  policy = serve.load_checkpoint(source, num_slots=2, cache_tokens=0)
+  policy = serve.load(stored_policy.find(source), num_slots=2, cache_tokens=0)
   assert policy.setup.config.rollout.cache_tokens == 1_024
 
 

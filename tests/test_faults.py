@@ -16,6 +16,7 @@ import surviving_books
 import test_run
 
 from jaxrl_async.evaluation import answers as answers_lib
+from jaxrl_async.weights import transfer_directory
 
 DEADLINE_S = 150.0
 
@@ -154,8 +155,8 @@ def test_two_signals_end_a_run_at_once_and_leave_nothing(tmp_path):
   has_ended = lambda: process.poll() is not None  # noqa: E731
   try:
     assert test_run.until_lines(workdir / "metrics.jsonl", 3, has_ended)
-    (used,) = json.loads((workdir / "weight_transfer.json").read_text())
-    assert pathlib.Path(used).exists()
+    used, _ = transfer_directory.defaults(workdir)
+    assert used.exists()
     os.killpg(process.pid, signal.SIGINT)  # to all of them, as Ctrl-C is
     assert test_run.until(
       lambda: "SIGINT: finishing the step" in shown.read_text(), has_ended
@@ -170,7 +171,7 @@ def test_two_signals_end_a_run_at_once_and_leave_nothing(tmp_path):
   assert "Traceback" not in text
   assert text.count("WARNING: TensorBoard could not be written") == 1
   assert test_run.until(lambda: not members(process.pid))
-  assert test_run.until(lambda: not pathlib.Path(used).exists())
+  assert test_run.until(lambda: not used.exists())
 
 
 @pytest.mark.slow

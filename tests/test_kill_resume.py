@@ -54,7 +54,6 @@ def outstanding(index):
     policy_versions=np.where(mask, 2, -1).astype(np.int32),
   )
   return outstanding_lib.OutstandingGroup(
-    admission=admission,
     status="running",
     group=types.RolloutGroup(
       admission=admission, prompt=prompt, trajectories=[trajectory]

@@ -75,7 +75,7 @@ def test_only_adapters_travel_with_each_version(workdir):
 
 @pytest.mark.nightly
 def test_a_run_is_exported_and_served_beside_its_base(workdir, tmp_path):
-  policy = serve.load_run(workdir, num_slots=0, cache_tokens=0)
+  policy = serve.load(stored_policy.of_run(workdir))
   model, params = policy.setup.model, policy.params
   fresh = lora_lib.adapters(params)["layers"]["up_lora_b"]
   assert np.abs(fresh).max() > 1e-3, "an adapter that learned nothing"
@@ -121,7 +121,7 @@ def test_a_run_is_exported_and_served_beside_its_base(workdir, tmp_path):
 
 
 def test_a_directory_without_an_adapter_is_named(workdir, tmp_path):
-  policy = serve.load_run(workdir, num_slots=0, cache_tokens=0)
+  policy = serve.load(stored_policy.of_run(workdir))
   with pytest.raises(
     sections.ConfigError, match="adapter: mine: .*adapter_con"
   ):
@@ -130,7 +130,7 @@ def test_a_directory_without_an_adapter_is_named(workdir, tmp_path):
 
 def test_the_exported_run_is_the_one_that_is_loaded(workdir, tmp_path):
   stored = stored_policy.find(workdir)
-  policy = serve.load_run(workdir, num_slots=0, cache_tokens=0)
+  policy = serve.load(stored_policy.of_run(workdir))
   model, params = policy.setup.model, policy.params
   export.export(stored, tmp_path / "merged", dtype="float32")
   _, found = hf_weights.load(tmp_path / "merged")

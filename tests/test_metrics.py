@@ -288,42 +288,6 @@ def test_busy_time_equals_counting_ticks(seed):
   assert sum(clock.activity_s().values()) == (ends - starts).sum()
 
 
-def test_what_compiles_inside_is_an_activity_of_its_own():
-  clock = metrics_lib.BusyClock()
-  function = jax.jit(lambda x: jnp.tanh(jnp.sin(x) @ x) * 1.618)
-  x = jnp.ones((300, 300))
-  with metrics_lib.CompilationCounter() as counter:
-    for _ in range(2):
-      with clock.record("update"):
-        jax.block_until_ready(function(x))
-  assert counter.num_programs >= 1
-  names = [interval.activity for interval in clock.since(-1.0)]
-  assert names.count("update") >= 2 and names.count("compile") >= 1
-  assert names[-1] == "update"  # the second call compiled nothing
-  activity_s = clock.activity_s()
-  assert activity_s["compile"] >= 0.9 * counter.total_s
-  busy_s = metrics_lib.read({"train": clock}).busy_s["train"]
-  assert sum(activity_s.values()) == pytest.approx(busy_s)
-
-
-@pytest.mark.parametrize(
-  ("compiled", "pieces"),
-  [
-    ([], [(1.0, 5.0, False)]),
-    ([(2.0, 3.0)], [(1.0, 2.0, False), (2.0, 3.0, True), (3.0, 5.0, False)]),
-    # Tracing a program traces those inside it, and may have begun before.
-    (
-      [(2.0, 2.5), (0.5, 3.0), (3.0, 5.0)],
-      [(1.0, 3.0, True), (3.0, 5.0, True)],
-    ),
-    ([(4.0, 6.0)], [(1.0, 4.0, False), (4.0, 5.0, True)]),
-  ],
-)
-def test_a_period_is_divided_where_something_was_compiled(compiled, pieces):
-  assert [*metrics_lib._pieces(1.0, 5.0, compiled)] == pieces
-  assert [*metrics_lib._pieces(1.0, 1.0, compiled)][-1][:2] == (1.0, 1.0)
-
-
 def test_recording_survives_an_error_and_many_threads():
   clock = metrics_lib.BusyClock()
 

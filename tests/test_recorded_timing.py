@@ -57,7 +57,6 @@ def opened(workdir, num_bytes=0, **settings):
     num_bytes,
     **{
       "record_steps": True,
-      "keep_trajectories": False,
       "first_step": 0,
       "environment": {"jax": "1"},
       "config": {},

@@ -43,7 +43,6 @@ def recorder(tmp_path, hand):
     tmp_path,
     0,
     record_steps=True,
-    keep_trajectories=False,
     first_step=0,
     environment={},
     config={},

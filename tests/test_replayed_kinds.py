@@ -34,7 +34,7 @@ def test_a_critic_a_reference_and_several_epochs_are_replayed(tmp_path):
   found = test_replay.play(tmp_path)
   assert found.last_step == 4 and found.has_state
   step = test_replay.a_checkpoint_between(tmp_path, 1, 3)
-  assert test_replay.play(tmp_path, from_step=step, from_ledger=True).has_state
+  assert test_replay.play(tmp_path, from_step=step).has_state
 
 
 CRITIC: Any = {

@@ -49,9 +49,7 @@ def outstanding_group(num_tokens, finish_reason=None):
       )
     ],
   )
-  return outstanding_lib.OutstandingGroup(
-    admission=group.admission, status="running", group=group
-  )
+  return outstanding_lib.OutstandingGroup(status="running", group=group)
 
 
 def write_run(workdir, *, steps=(2, 4), groups=(), **changes):

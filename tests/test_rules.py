@@ -183,11 +183,6 @@ def test_a_wrong_setting_is_refused_with_its_name(path, value, why):
       {"warm_start.num_steps": 1, "warm_start.rows_per_batch": 12},
       "train.rows_per_microbatch: 8 ...12 warm_start.rows_per_batch",
     ),
-    # what a run writes beside
-    (
-      {"run.keep_trajectories": True, "run.record_timing": False},
-      "run.keep_trajectories: ...run.record_timing",
-    ),
     # adapters
     (
       {"model.lora.adapter": "/x"},

@@ -27,6 +27,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.models import hf_weights
 from jaxrl_async.models import transformer
 from jaxrl_async.policies import serve
+from jaxrl_async.policies import stored_policy
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.serving import front as front_lib
@@ -69,8 +70,8 @@ def write_params(workdir):
 @pytest.mark.slow
 def test_parameters_alone_are_read_with_the_config_beside_them(tmp_path):
   params = write_params(tmp_path)
-  policy = serve.load_checkpoint(
-    tmp_path / "params", num_slots=2, cache_tokens=100
+  policy = serve.load(
+    stored_policy.find(tmp_path / "params"), num_slots=2, cache_tokens=100
   )
   assert policy.version == 0
   jax.tree.map(
@@ -93,7 +94,9 @@ def test_pretrained_weights_come_with_tokenizer_and_template(tmp_path):
   model = dataclasses.replace(tiny.MODEL, vocab_size=98)
   params = jax.tree.map(np.asarray, tiny.params(3, model))
   hf_weights.save(tmp_path, model, params)
-  policy = serve.load_checkpoint(tmp_path, num_slots=2, cache_tokens=64)
+  policy = serve.load(
+    stored_policy.find(tmp_path), num_slots=2, cache_tokens=64
+  )
   assert policy.setup.model == model
   jax.tree.map(np.testing.assert_array_equal, policy.params, params)
   message = [{"role": "user", "content": "why"}]
@@ -130,23 +133,20 @@ def greedy_next(model, params, tokens):
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
-  sizes = {"num_slots": 0, "cache_tokens": 0}
   with pytest.raises(sections.ConfigError, match="workdir: .*config.json"):
-    serve.load_run(tmp_path, **sizes)
+    stored_policy.of_run(tmp_path)
   with pytest.raises(sections.ConfigError, match="checkpoint: .*not exist"):
-    serve.load_checkpoint(tmp_path / "no", **sizes)
+    stored_policy.find(tmp_path / "no")
   (tmp_path / "config.json").write_text("{")
   with pytest.raises(sections.ConfigError, match="damaged"):
-    serve.load_run(tmp_path, **sizes)
+    stored_policy.of_run(tmp_path)
   (tmp_path / "config.json").unlink()
   write_params(tmp_path)
   with pytest.raises(sections.ConfigError, match="holds no checkpoint"):
-    serve.load_run(tmp_path, **sizes)
-  with pytest.raises(sections.ConfigError, match="cache_tokens: 1 holds"):
-    serve.load_checkpoint(tmp_path / "params", num_slots=0, cache_tokens=1)
+    stored_policy.of_run(tmp_path)
   (tmp_path / "empty").mkdir()
   with pytest.raises(sections.ConfigError, match="checkpoint: .*empty"):
-    serve.load_checkpoint(tmp_path / "empty", **sizes)
+    stored_policy.find(tmp_path / "empty")
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.policies import serve
+from jaxrl_async.policies import stored_policy
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.serving import front as front_lib
@@ -141,16 +142,14 @@ def test_a_run_is_served_with_the_weights_its_own_engine_had(
   trainer = write_run(tmp_path, config)
   expected = greedy(of_the_run(config, trainer))
   assert all(expected)
-  policy = serve.load_run(tmp_path, num_slots=0, cache_tokens=0)
+  policy = serve.load(stored_policy.of_run(tmp_path))
   assert policy.version == STEP
   if weights is sections.WeightFormat.FP8:
     assert served(policy) == expected
     return
   assert greedy(serve.make_scheduler(policy)) == expected
   # Parameters alone are served as the config beside them says.
-  policy = serve.load_checkpoint(
-    tmp_path / "params", num_slots=0, cache_tokens=0
-  )
+  policy = serve.load(stored_policy.find(tmp_path / "params"))
   assert greedy(serve.make_scheduler(policy)) == expected
 
 

@@ -34,4 +34,4 @@ def test_a_group_that_ends_when_asked_for_is_stored_as_what_it_is(fate):
   expected = [("running", 1)]
   if fate == "finished":
     expected.append(("finished", 0))
-  assert [(one.status, one.admission.index) for one in found] == expected
+  assert [(one.status, one.group.index) for one in found] == expected

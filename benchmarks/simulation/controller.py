@@ -284,7 +284,7 @@ class Start:
       new_condition=lambda: self._condition,
     )
     buffer.bounds.update(checkpoint.bounds)
-    buffer.admitted_s |= {one.admission.index: self.loop.now for one in groups}
+    buffer.admitted_s |= {one.group.index: self.loop.now for one in groups}
     buffer.restore(
       checkpointing.buffer_state(
         groups,
@@ -482,7 +482,7 @@ class Start:
     groups = self.check_balance()
     outstanding_lib.write(self.world.directory, groups)
     # A start from here is a cut, whether or not this run goes on with one.
-    there = [one.group for one in groups if one.group]
+    there = [one.group for one in groups]
     cuts = *self.invariants.cuts, invariants_lib.cut_at(version, there)
     if self.case.is_exact:
       self.invariants.cuts = list(cuts)

@@ -237,11 +237,6 @@ def _beside(config: sections.Config) -> Iterator[Rule]:
     "the package wandb is not installed; pip install jaxrl_async[wandb], or"
     ' leave it ""',
   )
-  yield (
-    run.record_timing or not run.keep_trajectories,
-    "run.keep_trajectories",
-    "a replay that reads them needs the schedule too; set run.record_timing",
-  )
 
 
 def _cluster(config: sections.Config) -> Iterator[Rule]:

@@ -508,9 +508,6 @@ class RunSection:
   """Whether WORKDIR/timing.jsonl gets a line for each train step, with which
   the run can be replayed. A trajectory takes about 50 bytes of it, and 20 more
   for each version of the weights that wrote it."""
-  keep_trajectories: bool = setting(False)
-  """Whether all tokens that were trained are stored in WORKDIR/trajectories, so
-  that a replay can show where it differs. Needs `record_timing`."""
   wandb_project: str = setting("")
   """Project at Weights & Biases that gets the metrics too; "" is none."""
 

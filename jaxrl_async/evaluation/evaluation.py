@@ -335,11 +335,7 @@ def _questions(
 
 
 def _categories(prompts: list[types.Prompt], column: str) -> list[str]:
-  """Return the category of each question, as text.
-
-  Raises:
-    ConfigError: a question has no such column.
-  """
+  """Return the category of each question, as text."""
   if not column:
     return [""] * len(prompts)
   found = []
@@ -445,11 +441,7 @@ def _blocks(output: pathlib.Path, plan: Plan) -> dict[pathlib.Path, range]:
 
 
 def _records(path: pathlib.Path, num_rows: int) -> list[answer_results.Record]:
-  """Return what counts of every answer in a file.
-
-  Raises:
-    ConfigError: the file is damaged or missing.
-  """
+  """Return what counts of every answer in a file."""
   try:
     rows = columns.read(path)
     if len(rows) != num_rows:

@@ -188,9 +188,6 @@ class Policy:
     """Return a scheduler of an engine for sequences of so many tokens.
 
     An engine that is too small is replaced by one of at least twice its length.
-
-    Raises:
-      ValueError: the model was made for fewer.
     """
     rollout, most = self._setup.config.rollout, self._setup.model.max_positions
     if most is not None and num_tokens > most:

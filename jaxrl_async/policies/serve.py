@@ -68,79 +68,41 @@ class Policy:
 # -- what to serve ----------------------------------------------------------
 
 
-def load_run(
-  workdir: pathlib.Path,
-  *,
-  num_slots: int,
-  cache_tokens: int,
-  max_positions: int = 0,
-) -> Policy:
-  """Load the policy of a run's newest checkpoint.
-
-  Args:
-    workdir: of the run.
-    num_slots: replaces the number of slots of the run; 0 keeps it.
-    cache_tokens: replaces the cache length of the run; 0 keeps it.
-    max_positions: replaces `model.max_positions` of the run; 0 keeps it.
-
-  Raises:
-    ConfigError: the workdir holds no checkpoint that can be served.
-  """
-  stored = stored_policy.of_run(workdir)
-  return _load(stored, num_slots, cache_tokens, max_positions)
-
-
-def load_checkpoint(
-  name: str | pathlib.Path,
-  *,
-  num_slots: int,
-  cache_tokens: int,
-  max_positions: int = 0,
-) -> Policy:
-  """Load a policy from a directory of parameters alone.
-
-  Args:
-    name: hf:ORG/NAME of the hub, or a directory. This is either WORKDIR/params
-      of launch/sft.py, with config.json and tokenizer in WORKDIR, or a
-      pretrained model in Hugging Face's format, with its tokenizer.
-    num_slots: see `load_run`.
-    cache_tokens: see `load_run`. For a pretrained model, 0 means 1024, or as
-      many as it was made for if these are fewer.
-    max_positions: see `load_run`.
-
-  Raises:
-    ConfigError: the directory holds no such parameters.
-  """
-  directory = stored_policy.place(name).absolute()
-  if not directory.is_dir():
-    raise sections.ConfigError(f"checkpoint: {directory} does not exist")
-  stored = stored_policy.of_directory(directory)
-  if stored.kind is stored_policy.Kind.PRETRAINED:
-    with contextlib.suppress(ValueError):  # which is named when it is read
-      most = hf_config.max_positions(directory) or _PRETRAINED_CACHE_TOKENS
-      cache_tokens = cache_tokens or min(_PRETRAINED_CACHE_TOKENS, most)
-  return _load(stored, num_slots, cache_tokens, max_positions)
-
-
-def _load(
+def load(
   stored: stored_policy.StoredPolicy,
-  num_slots: int,
-  cache_tokens: int,
-  max_positions: int,
+  *,
+  num_slots: int = 0,
+  cache_tokens: int = 0,
+  max_positions: int = 0,
 ) -> Policy:
-  """Load a policy in the format in which the run's devices hold it."""
-  is_run = stored.kind is stored_policy.Kind.RUN
-  _resize(stored.config, num_slots, cache_tokens)
-  if max_positions:
-    stored.config.model.max_positions = max_positions
+  """Load a policy in the format in which the run's devices hold it.
+
+  Args:
+    stored: the policy.
+    num_slots: replaces the number of slots of its config; 0 keeps it.
+    cache_tokens: replaces the cache length of its config; 0 keeps it. For a
+      pretrained model, 0 means 1024, or as many as it was made for if these are
+      fewer.
+    max_positions: replaces `model.max_positions` of its config; 0 keeps it.
+
+  Raises:
+    ConfigError: it cannot be read, or not be served with these sizes.
+  """
+  if stored.kind is stored_policy.Kind.PRETRAINED and not cache_tokens:
+    with contextlib.suppress(ValueError):  # which is named when it is read
+      most = hf_config.max_positions(stored.directory)
+      cache_tokens = min(_PRETRAINED_CACHE_TOKENS, most or 2**31)
+  config = stored.config
+  config.rollout.num_slots = num_slots or config.rollout.num_slots
+  if cache_tokens:
+    engine_sizes.set_cache_tokens(config.rollout, cache_tokens)
+  config.model.max_positions = max_positions or config.model.max_positions
   setup = setup_lib.resolve(
     stored_policy.own_config(stored),
     jax.devices(),
     tokenizer=stored_policy.tokenizer(stored),
   )
-  version, params = stored_policy.load(
-    stored, setup, field="workdir" if is_run else "checkpoint"
-  )
+  version, params = stored_policy.load(stored, setup)
   return Policy(
     setup=setup,
     params=params,
@@ -190,19 +152,6 @@ def _stack(policy: Policy) -> tuple[setup_lib.Setup, Any]:
   stack = mesh_lib.put(stack, lora_lib.adapters(shardings))
   setup = dataclasses.replace(setup, model=model)
   return setup, lora_lib.joined(params, stack)
-
-
-def _resize(config: sections.Config, num_slots: int, cache_tokens: int) -> None:
-  """Change the sizes of the engine in a config; 0 keeps a size as it is."""
-  rollout = config.rollout
-  if cache_tokens == 1:
-    raise sections.ConfigError(
-      "cache_tokens: 1 holds a prompt of one token and no completion"
-    )
-  if num_slots:
-    rollout.num_slots = num_slots
-  if cache_tokens:
-    engine_sizes.set_cache_tokens(rollout, cache_tokens)
 
 
 # -- serving it -------------------------------------------------------------

@@ -115,8 +115,8 @@ def find(name: str | pathlib.Path, step: int | None = None) -> StoredPolicy:
   if (directory / "params").is_dir():
     return _of_params(directory / "params")
   if is_pretrained(directory):
-    return of_directory(directory)
-  if _has_params(directory):
+    return _of_pretrained(directory)
+  if checkpoint.steps(directory):
     return _of_params(directory)
   raise sections.ConfigError(
     f"checkpoint: {directory} holds no policy; use a run's workdir, WORKDIR/"
@@ -178,14 +178,7 @@ def of_run(
   )
 
 
-def of_directory(directory: pathlib.Path) -> StoredPolicy:
-  """Find the policy in a directory of parameters, of either format.
-
-  Raises:
-    ConfigError: there is no config beside the parameters.
-  """
-  if not is_pretrained(directory):
-    return _of_params(directory)
+def _of_pretrained(directory: pathlib.Path) -> StoredPolicy:
   config = sections.Config()
   config.model.name = str(directory)
   with contextlib.suppress(ValueError):  # which is named when it is read
@@ -198,10 +191,6 @@ def of_directory(directory: pathlib.Path) -> StoredPolicy:
 def _of_params(directory: pathlib.Path) -> StoredPolicy:
   config = _read_config(directory.parent)
   return StoredPolicy(kind=Kind.PARAMS, directory=directory, config=config)
-
-
-def _has_params(directory: pathlib.Path) -> bool:
-  return bool(checkpoint.steps(directory))
 
 
 def _read_config(workdir: pathlib.Path) -> sections.Config:
@@ -303,7 +292,7 @@ def chat_template(stored: StoredPolicy) -> chat_template_lib.ChatTemplate:
 
 
 def load(
-  stored: StoredPolicy, setup: setup_lib.Setup, *, field: str = "checkpoint"
+  stored: StoredPolicy, setup: setup_lib.Setup
 ) -> tuple[int, transformer.Params]:
   """Read the parameters of a policy onto the training mesh of a setup.
 
@@ -313,7 +302,6 @@ def load(
     stored: the policy.
     setup: made of its config, which may have been changed in everything but the
       model.
-    field: that named the directory, for error messages.
 
   Returns:
     The policy version, which is 0 for parameters that no run has counted, and
@@ -328,7 +316,7 @@ def load(
       return 0, initial_params.load(str(stored.directory), setup)
     return _load_run(stored, setup)
   except checkpoint.CheckpointError as error:
-    raise sections.ConfigError(f"{field}: {error}") from error
+    raise sections.ConfigError(f"checkpoint: {error}") from error
   except sections.ConfigError as error:
     text = str(error).removeprefix("warm_start.")
     raise sections.ConfigError(text) from error
@@ -356,10 +344,6 @@ def identity(stored: StoredPolicy, step: int) -> str:
   Of a checkpoint it is that of its manifest, which has a digest of each file.
   Of other weights it is that of their names, their sizes, and the first and
   last megabyte of each file, so that it takes no time.
-
-  Args:
-    stored: the policy.
-    step: of the checkpoint, as `load` returned it.
   """
   if stored.kind is Kind.RUN:
     return manifest.digest(stored.checkpoints / str(step))

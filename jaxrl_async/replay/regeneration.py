@@ -1,4 +1,4 @@
-"""The groups of a replay: generated again, version by version, or stored ones.
+"""The groups of a replay, generated again version by version.
 
 A train step of the record is opened when the first version comes that wrote
 a part of it, and forgotten when it has been trained. So there are never more
@@ -10,7 +10,6 @@ after that of its own version.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
-import pathlib
 
 from jaxrl_async import types
 from jaxrl_async.assembly import assembly
@@ -19,7 +18,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.replay import recorded_timing
 from jaxrl_async.replay import replay_differences
 from jaxrl_async.replay import replay_prompts
-from jaxrl_async.replay import timing_record
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import rewriting as rewriting_lib
@@ -42,15 +40,7 @@ class Regeneration:
     begun: Sequence[types.RolloutGroup],
     episode: episode_lib.Episode,
   ):
-    """Build an engine of the run.
-
-    Args:
-      setup: of the run.
-      trainer: its weights generate.
-      prompts: of the timing record.
-      begun: groups that were outstanding at the beginning.
-      episode: of the run.
-    """
+    """Build an engine of the run; groups that `begun` holds go on."""
     self.num_generated = self.num_restored = 0
     self._trainer = trainer
     self._prompts = prompts
@@ -170,40 +160,6 @@ class _Group:
   prompt: types.Prompt
   members: list[rewriting_lib.Rewritten]
   num_restored: int
-
-
-class StoredGroups:
-  """Reads the trajectories of a train step when it is trained.
-
-  Attributes:
-    num_restored: their tokens. None is generated.
-  """
-
-  num_generated = 0
-
-  def __init__(self, workdir: pathlib.Path):
-    self.num_restored = 0
-    self._workdir = workdir
-
-  def open(self, step: recorded_timing.RecordedStep) -> None:
-    """Do nothing."""
-
-  def write(self, version: int) -> Iterator[int]:
-    """Generate nothing."""
-    del version
-    return iter(())
-
-  def close(
-    self, step: recorded_timing.RecordedStep
-  ) -> list[types.RolloutGroup]:
-    """Return the groups of a train step.
-
-    Raises:
-      TimingError: they were not stored.
-    """
-    groups = timing_record.read_trajectories(self._workdir, step.step)
-    self.num_restored += sum(_num_tokens(g.trajectories) for g in groups)
-    return groups
 
 
 def _num_tokens(trajectories: Iterable[types.Trajectory | None]) -> int:

@@ -47,7 +47,6 @@ from jaxrl_async.training import objectives
 
 Difference = replay_differences.Difference
 Wanted = replay_settings.Wanted
-_Groups = regeneration.Regeneration | regeneration.StoredGroups
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,8 +58,7 @@ class Result:
     trajectories: how many were trained, all of which are those of the record.
     generated: tokens of these that the replay has generated, and that equal
       the record.
-    restored: tokens of these that it has read instead, from the checkpoint or
-      from the stored trajectories.
+    restored: tokens of these that it has read from the checkpoint instead.
     has_state: whether the train state at the end was compared with a
       checkpoint. If not, what the last update has made of the weights and
       moments was not compared with anything.
@@ -136,7 +134,7 @@ def replay(
       shape = mesh_lib.shape_of(setup.rollout_mesh)
       mesh = mesh_lib.make_mesh(devices[: shape.num_devices], shape)
       setup = dataclasses.replace(setup, rollout_mesh=mesh)
-    this = _Replay(setup, workdir, recorded, wanted, given, progress, stop)
+    this = _Replay(setup, workdir, recorded, given, progress, stop)
     return this.run(wanted.from_step, end)
   except timing_record.TimingError as error:
     raise sections.ConfigError(f"workdir: {error}") from error
@@ -150,7 +148,6 @@ class _Replay:
     setup: setup_lib.Setup,
     workdir: pathlib.Path,
     recorded: recorded_timing.RecordedTiming,
-    wanted: Wanted,
     given: given_lib.Given,
     progress: progress_lib.Progress,
     stop: supervisor_lib.StopRequest,
@@ -158,7 +155,6 @@ class _Replay:
     self._setup = setup
     self._workdir = workdir
     self._recorded = recorded
-    self._wanted = wanted
     self._given = given
     self._progress = progress
     self._stop = stop
@@ -171,7 +167,9 @@ class _Replay:
     with contextlib.ExitStack() as closing:
       return self._run(self._groups(first, end, closing), first, end)
 
-  def _run(self, groups: _Groups, first: int, end: int) -> Result:
+  def _run(
+    self, groups: regeneration.Regeneration, first: int, end: int
+  ) -> Result:
     result = Result(first_step=first, last_step=first)
     coming = self._by_first_version(first, end)
     opened: dict[int, recorded_timing.RecordedStep] = {}
@@ -184,9 +182,7 @@ class _Replay:
         self._progress.stage("replay", version, end, f"{num_tokens:,} tokens")
       step = opened.pop(version)
       found = groups.close(step)
-      self._require_same(
-        replay_differences.of_groups(self._workdir, step, found)
-      )
+      self._require_same(replay_differences.of_groups(step, found))
       self._train(step, found)
       result.trajectories += sum(len(g.trajectories) for g in found)
       result.last_step = version + 1
@@ -213,11 +209,9 @@ class _Replay:
 
   def _groups(
     self, first: int, end: int, closing: contextlib.ExitStack
-  ) -> _Groups:
+  ) -> regeneration.Regeneration:
     """Restore the state before a step; return what has the groups from then."""
     host_state, begun = self._begin(first)
-    if self._wanted.from_ledger:
-      return regeneration.StoredGroups(self._workdir)
     prompts = replay_prompts.of_run(
       self._setup,
       self._workdir,
@@ -255,7 +249,7 @@ class _Replay:
       self._trainer.state, host_state, outstanding = frozen_base.restore(
         self._setup, self._workdir, step, self._trainer.abstract_state()
       )
-      return host_state, [one.group for one in outstanding if one.group]
+      return host_state, [one.group for one in outstanding]
 
     def show(at: int, loss: float) -> None:
       self._stop.check("stopped in the warm start")
@@ -283,11 +277,7 @@ class _Replay:
     step: recorded_timing.RecordedStep,
     groups: list[types.RolloutGroup],
   ) -> None:
-    """Make a train step, and compare what its updates measured.
-
-    Raises:
-      Difference: it is something else.
-    """
+    """Make a train step, and compare what its updates measured."""
     batch = self._trainer.prepare(groups, step.step)
     done = self._trainer.step(step.step, batch)
     sums = timing_record.plain_sums(jax.device_get(done.sums))
@@ -297,9 +287,6 @@ class _Replay:
     """Compare the train state with a checkpoint of this step, if there is one.
 
     The trainer has no state afterwards: there may be no room for two.
-
-    Raises:
-      Difference: it is another one, though the same programs have made it.
     """
     if step not in checkpoint.steps(self._workdir / workdir_lib.CHECKPOINTS):
       self._progress.note(

@@ -1,7 +1,6 @@
 """Where a replay differs from the record, in words."""
 
 from collections.abc import Mapping
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,10 @@ class Difference(supervisor_lib.RunError):
 
 
 def of_groups(
-  workdir: pathlib.Path,
   step: recorded_timing.RecordedStep,
   found: list[types.RolloutGroup],
 ) -> str:
-  """Return what is different about the groups of a step; "" if nothing is.
-
-  Args:
-    workdir: of the run, which may have stored the trajectories.
-    step: what the timing record says.
-    found: what the replay has generated, or read.
-  """
+  """Return what is different about the groups of a step; "" if nothing is."""
   where = f"train step {step.step}"
   if len(found) != len(step.groups):
     return f"{where}: it had {len(step.groups)} groups, there are {len(found)}"
@@ -49,16 +41,13 @@ def of_groups(
     for trajectory, one in zip(
       group.trajectories, recorded.trajectories, strict=True
     ):
-      what = _of_trajectory(workdir, step.step, group.index, trajectory, one)
+      what = _of_trajectory(trajectory, one)
       if what:
         return f"{at}, member {one.member}: {what}"
   return ""
 
 
 def _of_trajectory(
-  workdir: pathlib.Path,
-  step: int,
-  index: int,
   found: types.Trajectory,
   recorded: recorded_timing.RecordedTrajectory,
 ) -> str:
@@ -71,41 +60,16 @@ def _of_trajectory(
     and found.finish_reason == recorded.finish_reason
   ):
     return ""
-  try:
-    groups = timing_record.read_trajectories(workdir, step)
-  except timing_record.TimingError:
-    return (
-      f"the digest is another one; {recorded.num_tokens} tokens, ended by"
-      f" {recorded.finish_reason}, were recorded, and there are"
-      f" {len(found.tokens)}, ended by {found.finish_reason}"
-      " (run.keep_trajectories=True would show the token)"
-    )
-  stored = next(
-    trajectory
-    for group in groups
-    for trajectory in group.trajectories
-    if group.index == index and trajectory.member == recorded.member
+  return (
+    f"the digest is another one; {recorded.num_tokens} tokens, ended by"
+    f" {recorded.finish_reason}, were recorded, and there are"
+    f" {len(found.tokens)}, ended by {found.finish_reason}"
   )
-  return _first(stored, found)
 
 
 def _trained(reward: types.Reward | None) -> Any:
   """Return what the timing record has of a reward."""
   return reward and (reward.score, reward.token_scores)
-
-
-def _first(then: types.Trajectory, now: types.Trajectory) -> str:
-  """Return where two versions of a trajectory differ first, in words."""
-  for position in range(min(len(then.tokens), len(now.tokens))):
-    for name in types.TOKEN_ARRAYS:
-      before, after = (getattr(t, name)[position] for t in (then, now))
-      if not np.array_equal(before, after):
-        return f"{name}[{position}] was {before!s} and is {after!s}"
-  if len(then.tokens) != len(now.tokens):
-    return f"it had {len(then.tokens)} tokens and has {len(now.tokens)}"
-  if then.finish_reason != now.finish_reason:
-    return f"it ended by {then.finish_reason} and ends by {now.finish_reason}"
-  return "the stored tokens are the same, but not their recorded digest"
 
 
 def of_sums(

@@ -20,18 +20,10 @@ class Wanted:
   Attributes:
     until: train steps that are completed at the end; None is all.
     from_step: train step of the checkpoint to begin with; 0 is the beginning.
-    from_ledger: whether to train on the stored trajectories, without generating
-      them.
   """
 
   until: int | None = None
   from_step: int = 0
-  from_ledger: bool = False
-
-  @property
-  def compared(self) -> str:
-    """The name of what such a replay has found to be true, or not."""
-    return "losses_bit_exact" if self.from_ledger else "bit_exact"
 
 
 def part(
@@ -41,7 +33,7 @@ def part(
 
   Raises:
     ConfigError: there is no such part, its config changes on the way, or it
-      cannot be replayed in this way.
+      cannot be replayed.
   """
   last = recorded.num_steps
   first, until = wanted.from_step, wanted.until
@@ -70,7 +62,7 @@ def part(
   config = _config(used)
   for later in others:
     found = config_json.differences(config, _config(later))
-    changed = [path for path in found if not _may_change(path, wanted)]
+    changed = [path for path in found if not _may_change(path)]
     if config.train.decay == 1.0 and "train.num_steps" in changed:
       changed.remove("train.num_steps")  # no learning rate ends there
     sections.require(
@@ -79,9 +71,14 @@ def part(
       f"the run went on from step {later.step} with another"
       f" {', '.join(changed)}; replay it with --until={later.step}",
     )
-  _check_kind(config, wanted)
   sections.require(
-    first == used.step or config.run.exact_resume or wanted.from_ledger,
+    config.rollout.kv_on_adopt is not sections.KvOnAdopt.KEEP,
+    "workdir",
+    "with rollout.kv_on_adopt=keep a cache is of several versions, which is not"
+    " recorded",
+  )
+  sections.require(
+    first == used.step or config.run.exact_resume,
     "from_step",
     "groups were being generated when this checkpoint was taken, and the run"
     " was without run.exact_resume; use 0, or a step with which a start of the"
@@ -110,22 +107,10 @@ def _config(start: recorded_timing.Start) -> sections.Config:
   return config
 
 
-def _may_change(path: str, wanted: Wanted) -> bool:
+def _may_change(path: str) -> bool:
   """Return whether a setting may change in the part that is replayed."""
-  if path.startswith("eval.sets"):
-    return wanted.from_ledger  # their questions are left out of the prompts
-  return path.startswith(_HARMLESS)
-
-
-def _check_kind(config: sections.Config, wanted: Wanted) -> None:
-  """Check that the run's tokens can be what this kind of replay compares."""
-  sections.require(
-    config.rollout.kv_on_adopt is not sections.KvOnAdopt.KEEP
-    or wanted.from_ledger,
-    "workdir",
-    "with rollout.kv_on_adopt=keep a cache is of several versions, which is not"
-    " recorded; use --from_ledger",
-  )
+  # The questions of these sets are left out of the prompts.
+  return path.startswith(_HARMLESS) and not path.startswith("eval.sets")
 
 
 def check_environment(

@@ -102,7 +102,6 @@ def open_record(
     workdir,
     stored.get(KEY, 0),
     record_steps=setup.config.run.record_timing,
-    keep_trajectories=setup.config.run.keep_trajectories,
     first_step=first_step,
     environment=about,
     config=config_json.to_stored(setup.config),

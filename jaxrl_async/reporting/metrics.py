@@ -25,11 +25,8 @@ from jaxrl_async.reporting import wandb_log as wandb_log_lib
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import events
 
-COMPILE = "compile"  # an activity
 # What the slices did, which is in the lines only; see `timelines`.
 TIMELINES = "timelines"
-# Tracing, lowering and compiling; JAX calls listeners in the compiling thread.
-_COMPILE_EVENTS = "/jax/core/compile/"
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 _NUM_BINS = 16
@@ -262,31 +259,12 @@ class MetricsWriter:
         file.close()
 
 
-class _Compiling(threading.local):
-  """What the thread's innermost `BusyClock.record` has seen compile.
-
-  Attributes:
-    clock: of that record; None outside of any.
-    periods: start and end in seconds of that clock. They may be nested.
-  """
-
-  clock: "BusyClock | None" = None
-  periods: tuple[tuple[float, float], ...] = ()
-
-
-_compiling = _Compiling()
-
-
 class BusyClock:
   """Measures how long one slice has been inside device programs.
 
   It keeps totals, the last intervals, and a timeline since the last line of
   metrics. Its memory and the time of each call do not depend on how much was
   recorded.
-
-  A program is compiled when it is first called. Inside a `CompilationCounter`,
-  this time is an activity of its own, "compile". The slice still counts as busy
-  during it.
 
   Invariant: `_busy_s` is the length of the closed periods in which at least one
   thread was inside a program; `_since_s` is the start of the open period, if
@@ -330,21 +308,15 @@ class BusyClock:
       if not self._num_inside:
         self._since_s = start_s
       self._num_inside += 1
-    outer = _compiling.clock, _compiling.periods
-    _compiling.clock, _compiling.periods = self, ()
     try:
       yield
     finally:
-      compiled = _compiling.periods
-      _compiling.clock, _compiling.periods = outer
       with self._lock:
         end_s = self.now()
         self._num_inside -= 1
         if not self._num_inside:
           self._busy_s += end_s - self._since_s
-        for a, b, is_compiling in _pieces(start_s, end_s, compiled):
-          name = COMPILE if is_compiling else activity
-          self._add(timeline_lib.Interval(a, b, name))
+        self._add(timeline_lib.Interval(start_s, end_s, activity))
 
   def _add(self, interval: timeline_lib.Interval) -> None:
     self._activity_s[interval.activity] += interval.end_s - interval.start_s
@@ -382,23 +354,6 @@ class BusyClock:
       self._timeline = timeline_lib.Timeline(now_s)
     found.end_s = max(found.end_s, now_s)
     return found
-
-
-def _pieces(
-  start_s: float, end_s: float, compiled: Sequence[tuple[float, float]]
-) -> Iterator[tuple[float, float, bool]]:
-  """Divide a period into start, end and whether something was compiled."""
-  at = start_s
-  for a, b in sorted(compiled):
-    a, b = max(a, at), min(b, end_s)
-    if a >= b:
-      continue  # inside the one before
-    if a > at:
-      yield at, a, False
-    yield a, b, True
-    at = b
-  if at < end_s or at == start_s:
-    yield at, end_s, False
 
 
 class Reading(NamedTuple):
@@ -453,10 +408,6 @@ class CompilationCounter:
     return self.num_programs - self.num_cache_hits
 
   def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
-    clock = _compiling.clock
-    if event.startswith(_COMPILE_EVENTS) and clock is not None:
-      now_s = clock.now()
-      _compiling.periods += ((now_s - duration_secs, now_s),)
     if event == _BACKEND_COMPILE:
       with self._lock:
         self.num_programs += 1

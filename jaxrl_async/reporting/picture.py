@@ -17,7 +17,6 @@ _COLORS = {
   "proximal": "#8fb339",
   "update": "#c8553d",
   "publish": "#5d4a9c",
-  "compile": "#9b9b9b",
 }
 _OTHER_COLORS = ("#7a7a7a", "#a98467", "#4a5568", "#98c1d9")
 # Lower edge of the lane of each slice.

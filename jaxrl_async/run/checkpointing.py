@@ -7,9 +7,8 @@ taken after the first step after that.
 
 A disk that is full or gone does not end the run at once: the checkpoint is
 tried again, after waits that become longer. Earlier checkpoints stay as they
-are. A disk that does not respond holds a write up, perhaps for ever. Then
-nothing else is written. It counts as a failure each time that nothing has moved
-for `run.stall_timeout_s`.
+are. A disk that does not respond holds a write up, perhaps for ever, which ends
+the run after as many `run.stall_timeout_s` as there may be failures in a row.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from jaxrl_async.buffer import buffer as buffer_lib
 from jaxrl_async.config import sections
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rollout import rollout_side
-from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import outstanding as outstanding_lib
 
@@ -31,52 +29,6 @@ _LONGEST_WAIT_S = 300.0
 _LOOK_S = 0.5
 # A checkpoint is expected to take as long as the last one did, times this.
 _MARGIN = 1.2
-
-
-class _Watch:
-  """Counts how often a write has stood still for a whole timeout.
-
-  Threads: one of its own counts. Another one looks at the disk, which may not
-  respond.
-
-  Attributes:
-    num_stalls: how often.
-  """
-
-  def __init__(
-    self,
-    write: checkpoint.Write,
-    writing: futures.Future[float],
-    timeout_s: float,
-  ):
-    self.num_stalls = 0
-    self._write = write
-    self._writing = writing
-    self._timeout_s = timeout_s
-    supervisor_lib.start_thread("checkpoint watch", self._run, lambda _: None)
-
-  def _run(self) -> None:
-    seen: object = None
-    look = self._begin_look()
-    deadline = supervisor_lib.Deadline(self._timeout_s)
-    while not futures.wait([self._writing], _LOOK_S).done:
-      if look.done():
-        if look.exception() is None and look.result() != seen:
-          seen = look.result()
-          deadline = supervisor_lib.Deadline(self._timeout_s)
-        look = self._begin_look()
-      if deadline.next_wait_s() == 0:
-        self.num_stalls += 1
-        deadline = supervisor_lib.Deadline(self._timeout_s)
-
-  def _begin_look(self) -> "futures.Future[object]":
-    look: futures.Future[object] = futures.Future()
-    supervisor_lib.start_thread(
-      "checkpoint progress",
-      lambda: look.set_result(self._write.progress()),
-      look.set_exception,
-    )
-    return look
 
 
 class Checkpointing:
@@ -91,7 +43,7 @@ class Checkpointing:
 
   def __init__(
     self,
-    save: Callable[[int], checkpoint.Write],
+    save: Callable[[int], Callable[[], None]],
     section: sections.RunSection,
     stop: supervisor_lib.StopRequest,
     note: Callable[[str], None],
@@ -110,13 +62,13 @@ class Checkpointing:
     self._stop = stop
     self._note = note
     self._writing: futures.Future[float] | None = None
-    self._watch: _Watch | None = None  # of what is being written
-    self._num_stalls = 0  # of its stalls that were counted
+    self._age_s = self._looked_s = 0.0  # of what is being written
     self._step = -1  # of the last attempt
     self._taken_step = -1  # of the last copy
     self._is_due = False
     self._failure: disk.StorageError | None = None
     self._max_failures = section.max_checkpoint_failures
+    self._most_s = section.max_checkpoint_failures * section.stall_timeout_s
     self._num_in_a_row = 0
     self._wait_s = FIRST_WAIT_S
     self._retry_at_s = 0.0
@@ -151,9 +103,6 @@ class Checkpointing:
     If another one is being written, this waits for it. A failure is passed to
     `note`, and the checkpoint becomes due again.
 
-    Args:
-      step: the number of completed train steps.
-
     Raises:
       StorageError: too many attempts in a row have failed.
     """
@@ -186,9 +135,6 @@ class Checkpointing:
 
     A stop request ends the attempts after one that fails.
 
-    Args:
-      step: the number of completed train steps.
-
     Raises:
       StorageError: it could not be written.
     """
@@ -206,9 +152,6 @@ class Checkpointing:
 
     What is being written already is awaited. Another one is begun behind it
     only if it is expected to be written before the process is killed.
-
-    Args:
-      step: the number of completed train steps.
 
     Returns:
       The step of the newest checkpoint.
@@ -260,7 +203,7 @@ class Checkpointing:
     )
     supervisor_lib.Deadline(timeout_s).join(thread)
 
-  def _write(self, write: checkpoint.Write) -> None:
+  def _write(self, write: Callable[[], None]) -> None:
     writing = self._writing = futures.Future()
 
     def run():
@@ -271,22 +214,13 @@ class Checkpointing:
     # The thread is a daemon, so that a disk that does not respond cannot keep
     # the process from ending.
     supervisor_lib.start_thread("checkpoint", run, writing.set_exception)
-    self._num_stalls = 0
-    self._watch = _Watch(write, writing, self._section.stall_timeout_s)
+    self._age_s, self._looked_s = 0.0, time.monotonic()
 
   def _wait(self) -> None:
-    """Wait until the checkpoint that was taken last is written or has failed.
-
-    Raises:
-      StorageError: too many attempts in a row have failed, or nothing moves and
-        the run was asked to stop.
-    """
+    """Wait until what was taken last is written or has failed."""
     while self._writing is not None:
       futures.wait([self._writing], _LOOK_S)
       self._look()
-      if self._writing is not None and self._num_stalls and self._stop.is_set:
-        assert self._failure is not None
-        raise self._failure
 
   def metrics(self) -> dict[str, float]:
     """Return the metrics since the call before."""
@@ -306,8 +240,9 @@ class Checkpointing:
     """
     if self._writing is None:
       return
-    # Whoever waited for what stands still has waited long enough.
-    deadline = supervisor_lib.Deadline(0.0 if self._num_stalls else timeout_s)
+    # Whoever waited for what takes too long has waited long enough.
+    is_late = self._age_s > self._most_s
+    deadline = supervisor_lib.Deadline(0.0 if is_late else timeout_s)
     while not futures.wait([self._writing], deadline.next_wait_s()).done:
       if deadline.next_wait_s() == 0:
         raise TimeoutError(
@@ -318,15 +253,11 @@ class Checkpointing:
     writing.result()
 
   def _look(self) -> None:
-    """Take the result of the thread, if it has ended.
-
-    Raises:
-      StorageError: too many attempts in a row have failed.
-    """
+    """Take the result of the thread, if it has ended."""
     if self._writing is None:
       return
     if not self._writing.done():
-      self._count_stalls()
+      self._check_age()
       return
     writing, self._writing = self._writing, None
     try:
@@ -339,34 +270,23 @@ class Checkpointing:
     self._failure, self._num_in_a_row = None, 0
     self._wait_s, self._retry_at_s = FIRST_WAIT_S, 0.0
 
-  def _count_stalls(self) -> None:
-    """Count it as a failure if what is being written stands still.
+  def _check_age(self) -> None:
+    """Raise a StorageError if what is being written takes too long."""
+    now_s = time.monotonic()
+    # At most a part of it counts at once: the process may have been stopped.
+    timeout_s = self._section.stall_timeout_s
+    self._age_s += min(now_s - self._looked_s, timeout_s)
+    self._looked_s = now_s
+    if self._age_s > self._most_s:
+      raise disk.StorageError(
+        f"the checkpoint of step {self._step} is not written after"
+        f" {self._most_s:g} s (run.max_checkpoint_failures times"
+        " run.stall_timeout_s); check that its disk works. The same command"
+        " continues from the newest checkpoint"
+      )
 
-    Raises:
-      StorageError: it was one too many.
-    """
-    assert self._watch is not None
-    if self._watch.num_stalls == self._num_stalls:
-      return
-    self._num_stalls = self._watch.num_stalls
-    error = disk.StorageError(
-      f"the checkpoint of step {self._step} stands still for"
-      f" {self._section.stall_timeout_s:g} s (run.stall_timeout_s); check that"
-      " its disk works. The same command continues from the newest checkpoint"
-    )
-    self._count(error)
-    self._note(
-      f"WARNING: {error}. This is failure {self._num_in_a_row} of"
-      f" {self._max_failures} (run.max_checkpoint_failures). The run goes on,"
-      " without newer checkpoints"
-    )
-
-  def _count(self, error: disk.StorageError) -> None:
-    """Count a failure.
-
-    Raises:
-      StorageError: it was one too many.
-    """
+  def _fail(self, error: disk.StorageError) -> None:
+    """Count a failure, and try again later."""
     self._failure = error
     self.num_failures += 1
     self._num_in_a_row += 1
@@ -378,21 +298,13 @@ class Checkpointing:
         f"{error}. This was attempt {most} in a row that failed"
         " (run.max_checkpoint_failures)"
       ) from error
-
-  def _fail(self, error: disk.StorageError) -> None:
-    """Count a failure, and try again later.
-
-    Raises:
-      StorageError: it was one too many.
-    """
-    self._count(error)
     self._is_due = True
     self._retry_at_s = time.monotonic() + self._wait_s
     self._note(
       f"WARNING: the checkpoint of step {self._step} could not be written"
-      f" ({error.__cause__ or error}), attempt {self._num_in_a_row} of"
-      f" {self._max_failures} (run.max_checkpoint_failures). The run goes on;"
-      f" the next attempt is due after {self._wait_s:g} s"
+      f" ({error.__cause__ or error}), attempt {self._num_in_a_row} of {most}"
+      " (run.max_checkpoint_failures). The run goes on; the next attempt is due"
+      f" after {self._wait_s:g} s"
     )
     self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
 
@@ -410,23 +322,21 @@ def outstanding(
   groups = [(_RUNNING, running[a.index]) for a in state.running]
   groups += [(_FINISHED, group) for group in state.finished]
   return [
-    outstanding_lib.OutstandingGroup(
-      admission=group.admission, status=status, group=group
-    )
+    outstanding_lib.OutstandingGroup(status=status, group=group)
     for status, group in groups
   ]
 
 
 def count_tokens(groups: list[outstanding_lib.OutstandingGroup]) -> int:
   """Return the number of completion tokens in these groups."""
-  return sum(g.group.num_completion_tokens for g in groups if g.group)
+  return sum(g.group.num_completion_tokens for g in groups)
 
 
 def running(
   groups: list[outstanding_lib.OutstandingGroup],
 ) -> list[types.RolloutGroup]:
   """Return the groups that were running, which continue where they stopped."""
-  return [g.group for g in groups if g.status == _RUNNING and g.group]
+  return [g.group for g in groups if g.status == _RUNNING]
 
 
 def buffer_state(
@@ -442,5 +352,5 @@ def buffer_state(
     next_step=next_step,
     next_index=next_index,
     running=[group.admission for group in running(groups)],
-    finished=[g.group for g in groups if g.status == _FINISHED and g.group],
+    finished=[g.group for g in groups if g.status == _FINISHED],
   )

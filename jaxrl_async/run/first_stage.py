@@ -5,11 +5,13 @@ continued run restores the train state and the groups that were outstanding.
 Either of them then has its held-out questions.
 """
 
+import dataclasses
 import functools
 
 from jaxrl_async import types
 from jaxrl_async.assembly import assembly
 from jaxrl_async.assembly import frozen_base
+from jaxrl_async.assembly import given as given_lib
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import question_sets
 from jaxrl_async.assembly import setup as setup_lib
@@ -24,33 +26,63 @@ from jaxrl_async.run import session as session_lib
 from jaxrl_async.training import trainer as trainer_lib
 
 
+def begin(
+  setup: setup_lib.Setup,
+  session: session_lib.Session,
+  found: resume.Found,
+  given: given_lib.Given,
+  *,
+  trainer: trainer_lib.Trainer,
+  buffer: buffer_lib.Buffer,
+  stream: prompts.PromptStream,
+) -> tuple[frozen_base.Record | None, list[types.RolloutGroup]]:
+  """Start a new run, or restore what a checkpoint holds.
+
+  Args:
+    setup: of the run.
+    session: of this start.
+    found: what this start continues from.
+    given: may hold the first parameters of a new run.
+    trainer: gets the parameters of all models, or its state.
+    buffer: gets the outstanding groups.
+    stream: of the training prompts, which goes on where it was.
+
+  Returns:
+    Where the base of adapters is kept, None without one, and the groups that
+    were being generated, which go on from their tokens.
+
+  Raises:
+    Interrupted: the run was asked to end.
+    CheckpointError: the checkpoint is damaged.
+  """
+  if found.is_new:
+    record = warm_start(setup, session, trainer, given.initial_params)
+    with session.side_outputs.attempt("tokenizer/"):
+      setup_lib.save_tokenizer(setup, session.workdir / "tokenizer")
+    return record, []
+  running = restore(setup, session, trainer, buffer, found)
+  stream.restore(found.host_state["stream"])
+  return found.host_state.get(frozen_base.KEY), running
+
+
 def warm_start(
   setup: setup_lib.Setup,
   session: session_lib.Session,
   trainer: trainer_lib.Trainer,
   params: transformer.Params | None,
 ) -> frozen_base.Record | None:
-  """Start the trainer of a new run.
-
-  Args:
-    setup: of the run.
-    session: of this start.
-    trainer: gets the parameters of all models.
-    params: the first parameters. If None, a warm start makes them.
-
-  Returns:
-    Where the base of adapters is kept; None without one.
-
-  Raises:
-    Interrupted: the run was asked to end.
-  """
+  """Start the trainer of a new run, by default with a warm start."""
   is_given = params is not None
   if params is None:
     session.world.tell("start", evaluated=sorted(setup.evaluated))
     show = functools.partial(
       _show_step, session, setup.config.warm_start.num_steps
     )
-    params = assembly.warm_start(setup, show, session.progress.note)
+    params = assembly.warm_start(
+      dataclasses.replace(setup, attention=trainer.forward.attention),
+      show,
+      session.progress.note,
+    )
   params = initial_params.with_adapters(params, setup)
   trainer.start(initial_params.of_models(setup, params))
   if not trainer.has_base:
@@ -78,14 +110,7 @@ def restore(
   buffer: buffer_lib.Buffer,
   found: resume.Found,
 ) -> list[types.RolloutGroup]:
-  """Restore the trainer and the buffer from a checkpoint.
-
-  Returns:
-    The groups that were being generated, which go on from their tokens.
-
-  Raises:
-    CheckpointError: the checkpoint is damaged.
-  """
+  """Restore the trainer and the buffer, and return the running groups."""
   assert found.step is not None
   trainer.state, stored, groups = frozen_base.restore(
     setup,
@@ -112,7 +137,6 @@ def restore(
 def questions(
   setup: setup_lib.Setup,
   session: session_lib.Session,
-  *,
   source: prompts.PromptSource,
   stream: prompts.PromptStream,
 ) -> dict[str, list[questions_lib.Question]]:

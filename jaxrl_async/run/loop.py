@@ -5,6 +5,7 @@ thread, under the bound on staleness that the buffer keeps, while this loop
 trains on what is finished and publishes each new version of the weights.
 """
 
+from collections.abc import Callable
 import dataclasses
 import time
 from typing import NoReturn
@@ -59,7 +60,6 @@ class Loop:
   setup: setup_lib.Setup
   session: session_lib.Session
   found: resume.Found
-  step: int
   base_record: frozen_base.Record | None
   buffer: buffer_lib.Buffer
   trainer: trainer_lib.Trainer
@@ -72,6 +72,7 @@ class Loop:
 
   def __post_init__(self):
     """Make what the loop alone uses."""
+    self.step = self.found.first_step
     self.config, self.stop = self.setup.config, self.session.stop
     self.num_steps = self.config.train.num_steps
     shutdown = self.session.shutdown
@@ -239,13 +240,7 @@ class Loop:
       self._look(watch, "the recorder")
 
   def _look(self, watch: supervisor_lib.StallWatch, awaited: str) -> None:
-    """Check for failures and stalls; every wait calls this repeatedly.
-
-    Raises:
-      ThreadFailed: a thread has failed.
-      ConfigError, StorageError: a thread has failed with this error.
-      StallError: nothing has moved for `run.stall_timeout_s`.
-    """
+    """Check for failures and stalls; every wait calls this repeatedly."""
     self.session.shutdown.supervisor.check()
     parts = (self.loader, self.recorder, self.rollout)
     self.rollout_thread.check(
@@ -261,11 +256,7 @@ class Loop:
   # -- evaluation, checkpoints, the end -------------------------------------
 
   def _evaluate(self) -> None:
-    """Wait for the evaluation of this step, which pauses the run.
-
-    Raises:
-      Interrupted: the run was asked to end; a checkpoint was saved.
-    """
+    """Wait for the evaluation of this step, which pauses the run."""
     self._wait_for_recorder()
     if not self.evaluations.in_a_pause():
       self._interrupt()
@@ -273,14 +264,11 @@ class Loop:
       # Another start on the workdir then finds the evaluation.
       self.checkpoints.take_now(self.step)
 
-  def save(self, step: int) -> checkpoint.Write:
+  def save(self, step: int) -> Callable[[], None]:
     """Copy the whole run for a checkpoint, and return what writes the copy.
 
     The rollout side is paused while its state is copied. A workdir that is not
     reached must not be made anew.
-
-    Args:
-      step: the number of completed train steps.
     """
     with disk.writing(self.session.workdir):
       self.session.claim.check_in_place()

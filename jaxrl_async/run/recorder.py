@@ -296,9 +296,6 @@ class Recorder:
   def finish(self, step: int) -> str:
     """Write the totals at the end of the run, summary.json and summary.png.
 
-    Args:
-      step: completed train steps.
-
     Returns:
       The summary on one line.
     """

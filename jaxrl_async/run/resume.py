@@ -50,6 +50,13 @@ class Found(NamedTuple):
     """The number of train steps that are completed already."""
     return self.step or 0
 
+  def totals(self) -> dict[str, Any]:
+    """Return the totals of the metrics, which this start goes on counting."""
+    bound = {"run/max_staleness": self.host_state["max_staleness"]}
+    return (
+      bound if self.is_new else self.host_state["metrics"]["totals"] | bound
+    )
+
 
 def find(
   wanted: sections.Config,
@@ -166,7 +173,7 @@ def _check_lengths(
   wanted: sections.Config, outstanding: list[dict[str, Any]]
 ) -> None:
   """Check that no stored trajectory exceeds the new limits."""
-  groups = [record["group"] for record in outstanding if record["group"]]
+  groups = [record["group"] for record in outstanding]
   stored = [t for group in groups for t in group["trajectories"]]
   half_written = [t for t in stored if t["finish_reason"] is None]
   for path, limit, trajectories in (

@@ -50,14 +50,14 @@ class Remote:
   num_needed: int
 
 
-def connect(
+def generator(
   setup: setup_lib.Setup,
   session: session_lib.Session,
   *,
   trainer: trainer_lib.Trainer,
   is_new: bool,
-) -> Remote | None:
-  """Connect to the cluster of a run, and check its hosts.
+) -> engine_lib.Engine | Remote:
+  """Return the engine in this process, or connect to the cluster of the run.
 
   This comes before the first stage, so that a host that does not fit is told at
   once.
@@ -68,16 +68,13 @@ def connect(
     trainer: that publishes the weights.
     is_new: whether the run does not continue from a checkpoint.
 
-  Returns:
-    None if the replica is in this process.
-
   Raises:
     ConfigError: Ray cannot be used, or the hosts of the cluster are too few or
       do not fit.
     Interrupted: the run was asked to end.
   """
   if not config_checks.has_remote_replicas(setup.config):
-    return None
+    return assembly.make_engine(setup)
   channels = _channels(setup, session, trainer)
   spec = _spec(setup, channels)
   hosts.write_probe(spec.probe)
@@ -108,28 +105,22 @@ def build(
   setup: setup_lib.Setup,
   session: session_lib.Session,
   coordinator: coordinator_lib.Coordinator,
-  *,
   trainer: trainer_lib.Trainer,
-  engine: engine_lib.Engine | None,
-  remote: Remote | None,
+  generator: engine_lib.Engine | Remote,
   busy: metrics_lib.BusyClock,
   requests: client_requests.ClientRequests | None,
 ) -> tuple[rollout_side.RolloutSide, weight_transfer.WeightChannel]:
-  """Build the rollout side and the channel to it.
+  """Build the rollout side and the channel through which it gets weights.
 
   Args:
     setup: of the run.
     session: of this start.
     coordinator: of the run.
     trainer: that publishes the weights.
-    engine: generates in this process; None if there is `remote`.
-    remote: a cluster, in which replicas are started. At least one of them is
-      ready afterwards.
+    generator: an engine, or a cluster in which replicas are started. At least
+      one of them is ready afterwards.
     busy: records how long the rollout side is busy.
-    requests: of clients, which the engine serves too.
-
-  Returns:
-    The rollout side, and the channel through which it gets weights.
+    requests: of clients, which an engine in this process serves too.
 
   Raises:
     ConfigError: no replica was ready in time.
@@ -137,21 +128,23 @@ def build(
     Interrupted: the run was asked to end.
   """
   config, note = setup.config, session.progress.note
-  if remote is None:
-    assert engine is not None
+  if isinstance(generator, engine_lib.Engine):
     if trainer.has_base:
-      _send_base(setup, session, trainer, engine)
-    channel = _open_channel(setup, session, trainer.published_shapes(), engine)
+      _send_base(setup, session, trainer, generator)
+    channel = _open_channel(
+      setup, session, trainer.published_shapes(), generator
+    )
     replica = replica_lib.Replica(
       "replica 0",
       coordinator,
-      assembly.make_scheduler(setup, engine, busy),
+      assembly.make_scheduler(setup, generator, busy),
       channel=channel,
       tokenizer=setup.tokenizer,
       requests=requests,
     )
     worker = worker_lib.RolloutWorker(coordinator, replica, session.seconds)
     return worker, channel
+  remote = generator
   for base in remote.channels[:-1]:
     # It stays, for replicas that join late.
     base.publish(trainer.published_base(), 0)
@@ -352,10 +345,6 @@ def _send_base(
 
   They travel through a channel of the configured kind, which is closed
   afterwards. The versions that follow hold adapters only.
-
-  Raises:
-    WeightTransferError: they could not be sent.
-    StorageError: the directory of the channel is full.
   """
   section = setup.config.run
   channel = _make_channel(setup, session, trainer.base_shapes(), engine)

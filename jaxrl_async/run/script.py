@@ -101,7 +101,7 @@ def replay(
       episode=episode,
       xla_flags=xla_flags.current(),
     )
-  return {wanted.compared: True, **result.record()}
+  return {"bit_exact": True, **result.record()}
 
 
 def _importable(reward: service_lib.Scorer | None) -> service_lib.Scorer | None:
@@ -130,11 +130,7 @@ def _config(config: sections.Config | str | pathlib.Path) -> sections.Config:
 def _uri(
   name: str, dataset: str | Sequence[Mapping[str, Any]], workdir: pathlib.Path
 ) -> str:
-  """Return the name of a dataset; rows are first stored in the workdir.
-
-  Raises:
-    ConfigError: a row cannot be stored as JSON, or other rows are there.
-  """
+  """Return the name of a dataset; rows are first stored in the workdir."""
   if isinstance(dataset, str):
     return dataset
   lines = []

@@ -11,6 +11,7 @@ from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.processes import world as world_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
+from jaxrl_async.reporting import side_outputs as side_outputs_lib
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.weights import weight_transfer
 
@@ -109,6 +110,7 @@ class Session:
     stop: the stop request, which a signal sets.
     claim: ensures that no other process uses the workdir.
     compilations: counts the programs that this start compiles.
+    side_outputs: guards outputs whose failure must not end the run.
     profile_steps: train steps to write traces of.
     seconds: the clock of waits that end with a stall or a timeout. It stands
       still while a program is compiled.
@@ -123,5 +125,10 @@ class Session:
   seconds: Callable[[], float]
   shutdown: Shutdown
   compilations: metrics_lib.CompilationCounter
+  side_outputs: side_outputs_lib.SideOutputs
   profile_steps: tuple[int, ...] = ()
   world: world_lib.World = dataclasses.field(default_factory=world_lib.alone)
+
+  def deadline(self, timeout_s: float) -> supervisor_lib.Deadline:
+    """Return a deadline by this start's clock."""
+    return supervisor_lib.Deadline(timeout_s, self.seconds)

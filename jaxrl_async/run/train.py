@@ -11,8 +11,7 @@ threads are joined within a deadline, and the failure is raised with the name of
 the thread that failed.
 """
 
-from collections.abc import Callable, Sequence
-import dataclasses
+from collections.abc import Sequence
 import pathlib
 import time
 
@@ -20,9 +19,7 @@ import jax
 
 from jaxrl_async.assembly import assembly
 from jaxrl_async.assembly import checks
-from jaxrl_async.assembly import config_checks
 from jaxrl_async.assembly import device_checks
-from jaxrl_async.assembly import frozen_base
 from jaxrl_async.assembly import given as given_lib
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import schedules
@@ -143,6 +140,7 @@ def run(
       claim=claim,
       seconds=clock,
       compilations=compilations,
+      side_outputs=side_outputs_lib.SideOutputs(progress.note),
       profile_steps=tuple(profile_steps),
       world=world,
       shutdown=shutdown,
@@ -164,37 +162,17 @@ def _build(
   the loop do not run yet.
   """
   started_s = time.perf_counter()
-  config, note, shutdown = setup.config, session.progress.note, session.shutdown
-  found = resume.find(config, session.workdir, note)
-  stored = found.host_state
+  config, shutdown = setup.config, session.shutdown
+  found = resume.find(config, session.workdir, session.progress.note)
   if found.is_new and given.initial_params is None:
     initial_params.check_is_there(setup)
+  totals = found.totals()
+  origin_s = started_s - totals.get("run/wall_s", 0.0)
+  rollout_busy = metrics_lib.BusyClock(origin_s)
+  train_busy = metrics_lib.BusyClock(origin_s)
 
   # The buffer keeps the bound on staleness.
-  staleness = _staleness_control(config, found, note)
-  buffer = buffer_lib.Buffer(
-    config.algorithm.groups_per_step,
-    config.algorithm.max_staleness if staleness is None else staleness.bound,
-  )
-  shutdown.guards(buffer)
-
-  # What is measured.
-  totals = {} if found.is_new else dict(stored["metrics"]["totals"])
-  totals["run/max_staleness"] = stored["max_staleness"]
-  origin_s = started_s - totals.get("run/wall_s", 0.0)
-  busy = {
-    name: metrics_lib.BusyClock(origin_s) for name in ("rollout", "train")
-  }
-  side_outputs = side_outputs_lib.SideOutputs(note)
-  if config.run.sample_groups and not samples_lib.can_be_written():
-    note(samples_lib.NOT_WRITTEN)
-  writer = metrics_lib.MetricsWriter(
-    session.workdir,
-    side_outputs,
-    assembly.make_wandb_log(config, session.workdir),
-    note,
-  )
-  shutdown.closes(writer.close)
+  buffer, staleness = _buffer(config, session, found)
 
   # Prompts come from a source, and rewards from other processes.
   source, stream = _prompts(setup, session)
@@ -204,64 +182,38 @@ def _build(
 
   # One slice trains, and the other one generates.
   trainer = assembly.make_trainer(
-    setup, busy["train"], loss=given.loss, world=session.world
+    setup, train_busy, loss=given.loss, world=session.world
   )
-  engine = None
-  if not config_checks.has_remote_replicas(config):
-    engine = assembly.make_engine(setup)
-  requests = _client_requests(setup, session, given)
-  remote = rollout_start.connect(
+  generator = rollout_start.generator(
     setup, session, trainer=trainer, is_new=found.is_new
   )
-  questions = first_stage.questions(
-    setup, session, source=source, stream=stream
-  )
+  requests = _client_requests(setup, session, given)
 
   # The first weights: of a warm start, or of a checkpoint.
-  if found.is_new:
-    start_s = busy["train"].now()
-    base_record = first_stage.warm_start(
-      dataclasses.replace(setup, attention=trainer.forward.attention),
-      session,
-      trainer,
-      given.initial_params,
-    )
-    totals["run/warm_start_s"] = busy["train"].now() - start_s
-    with side_outputs.attempt("tokenizer/"):
-      setup_lib.save_tokenizer(setup, session.workdir / "tokenizer")
-    running = []
-  else:
-    base_record = stored.get(frozen_base.KEY)
-    running = first_stage.restore(setup, session, trainer, buffer, found)
-    stream.restore(stored["stream"])
-    writer.restore(stored["metrics"])
+  questions = first_stage.questions(setup, session, source, stream)
+  start_s = train_busy.now()
+  base_record, running = first_stage.begin(
+    setup, session, found, given, trainer=trainer, buffer=buffer, stream=stream
+  )
+  totals.setdefault("run/warm_start_s", train_busy.now() - start_s)
   stream.prefetch()
   rewards.warm_up()
 
   # Generation under the bound, with books of every token.
-  sampler, ledger, timing = _books(setup, session, given, found, side_outputs)
+  writer, sampler, ledger, timing = _books(setup, session, given, found)
   coordinator = coordinator_lib.Coordinator(
     assembly.coordinator_settings(config, has_own_loss=given.loss is not None),
     stream=stream,
     buffer=buffer,
     rewards=rewards,
     ledger=ledger,
-    busy=busy["rollout"],
+    busy=rollout_busy,
     episode=given.episode,
-    new_deadline=lambda timeout_s: supervisor_lib.Deadline(
-      timeout_s, session.seconds
-    ),
+    new_deadline=session.deadline,
   )
   coordinator.restore(running)
   rollout, channel = rollout_start.build(
-    setup,
-    session,
-    coordinator,
-    trainer=trainer,
-    engine=engine,
-    remote=remote,
-    busy=busy["rollout"],
-    requests=requests,
+    setup, session, coordinator, trainer, generator, rollout_busy, requests
   )
 
   # The loop, and what it writes down.
@@ -272,10 +224,10 @@ def _build(
     ledger=ledger,
     rollout=rollout,
     rewards=rewards,
-    busy=busy,
+    busy={"rollout": rollout_busy, "train": train_busy},
     compilations=session.compilations,
     progress=session.progress,
-    side_outputs=side_outputs,
+    side_outputs=session.side_outputs,
     sampler=sampler,
     timing=timing,
     max_bad_updates=config.train.max_bad_updates,
@@ -288,7 +240,6 @@ def _build(
     setup=setup,
     session=session,
     found=found,
-    step=found.first_step,
     base_record=base_record,
     buffer=buffer,
     trainer=trainer,
@@ -300,18 +251,22 @@ def _build(
   )
 
 
-def _staleness_control(
-  config: sections.Config, found: resume.Found, note: Callable[[str], None]
-) -> staleness_control.StalenessControl | None:
-  """Return what moves the bound on staleness; None if it is fixed."""
-  if not config.staleness_control.maximum:
-    return None
-  return staleness_control.StalenessControl(
-    config.staleness_control,
-    found.host_state.get("staleness_control"),
-    note,
-    oldest=0 if found.is_new else found.host_state["max_staleness"],
-  )
+def _buffer(
+  config: sections.Config, session: session_lib.Session, found: resume.Found
+) -> tuple[buffer_lib.Buffer, staleness_control.StalenessControl | None]:
+  """Return the buffer, and what moves its bound; None if the bound is fixed."""
+  control, bound = None, config.algorithm.max_staleness
+  if config.staleness_control.maximum:
+    control = staleness_control.StalenessControl(
+      config.staleness_control,
+      found.host_state.get("staleness_control"),
+      session.progress.note,
+      oldest=0 if found.is_new else found.host_state["max_staleness"],
+    )
+    bound = control.bound
+  buffer = buffer_lib.Buffer(config.algorithm.groups_per_step, bound)
+  session.shutdown.guards(buffer)
+  return buffer, control
 
 
 def _prompts(
@@ -353,17 +308,31 @@ def _books(
   session: session_lib.Session,
   given: given_lib.Given,
   found: resume.Found,
-  side_outputs: side_outputs_lib.SideOutputs,
-) -> tuple[sampler_lib.Sampler, ledger_lib.Ledger, timing_record.TimingRecord]:
-  """Open the samples, the ledger and the timing record."""
+) -> tuple[
+  metrics_lib.MetricsWriter,
+  sampler_lib.Sampler,
+  ledger_lib.Ledger,
+  timing_record.TimingRecord,
+]:
+  """Open the metrics, the samples, the ledger and the timing record."""
   config, workdir = setup.config, session.workdir
   note, stored = session.progress.note, found.host_state
+  writer = metrics_lib.MetricsWriter(
+    workdir,
+    session.side_outputs,
+    assembly.make_wandb_log(config, workdir),
+    note,
+  )
+  if not found.is_new:
+    writer.restore(stored["metrics"])
+  if config.run.sample_groups and not samples_lib.can_be_written():
+    note(samples_lib.NOT_WRITTEN)
   sampler = sampler_lib.Sampler(
     workdir,
     num_groups=config.run.sample_groups,
     tokenizer=setup.tokenizer,
     answer_prefix=config.task.answer_prefix,
-    side_outputs=side_outputs,
+    side_outputs=session.side_outputs,
     first_step=found.first_step,
   )
   ledger = ledger_lib.Ledger(
@@ -375,6 +344,6 @@ def _books(
   timing = timing_start.open_record(
     setup, workdir, given, stored, found.first_step, note
   )
-  for book in (sampler, ledger, timing):
+  for book in (writer, sampler, ledger, timing):
     session.shutdown.closes(book.close)
-  return sampler, ledger, timing
+  return writer, sampler, ledger, timing

@@ -30,7 +30,6 @@ written and read by all of them, each its own part. Process 0 calls `begin` and
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import fcntl
-import itertools
 import json
 import logging
 import os
@@ -46,6 +45,7 @@ from jaxrl_async.storage import pytree_files
 
 R = TypeVar("R")
 Announce = Callable[[pathlib.Path], None]
+Verified = dict[str, Any]  # what `verify` returns
 
 # The format is raised when earlier code would misread the stored files.
 FORMAT = 1
@@ -59,61 +59,6 @@ class CheckpointError(sections.ConfigError):
 
 class DamagedError(CheckpointError):
   """A checkpoint is not what was written; the message is one line."""
-
-
-class Verified(NamedTuple):
-  """A checkpoint whose files were verified.
-
-  Attributes:
-    about: what its manifest says.
-    marks: what differs if one of its files has changed since.
-  """
-
-  about: dict[str, Any]
-  marks: Any
-
-
-class Write:
-  """A function that writes a directory to its end, and counts what it does.
-
-  Threads: one calls it. Any other may call `progress` meanwhile.
-  """
-
-  def __init__(
-    self, path: pathlib.Path, finish: Callable[[Callable[[], None]], None]
-  ):
-    """Prepare to write.
-
-    Args:
-      path: of the directory, under the name that it has while it is written.
-      finish: writes it. It calls its argument after each part of what it does
-        with files that are complete.
-    """
-    self._path = path
-    self._finish = finish
-    self._count = itertools.count()
-    self._num_parts = 0
-
-  def __call__(self) -> None:
-    """Write the directory."""
-    self._finish(self._on_part)
-
-  def _on_part(self) -> None:
-    self._num_parts = next(self._count)
-
-  def progress(self) -> object:
-    """Return a value that changes while something is written.
-
-    A disk that does not respond may hold this call up for ever.
-    """
-    num_bytes = 0
-    for place, _, names in os.walk(self._path):
-      for name in names:
-        try:
-          num_bytes += os.stat(os.path.join(place, name)).st_size
-        except FileNotFoundError:
-          pass  # it has got another name
-    return self._num_parts, num_bytes
 
 
 def save(
@@ -140,7 +85,7 @@ def begin(
   *,
   keep: int = 2,
   announce: Announce = lambda path: None,
-) -> Write:
+) -> Callable[[], None]:
   """Copy what a checkpoint holds, and begin to write it.
 
   The arguments may be changed, and the arrays donated, after this function has
@@ -161,7 +106,7 @@ def begin(
     name, and then removes all but the newest ones. It has to be called before
     the next checkpoint of this directory is begun, in any thread. It raises a
     StorageError if the checkpoint could not be written. Earlier checkpoints are
-    then unchanged. It also tells how far it is.
+    then unchanged.
 
   Raises:
     CheckpointError: `keep` is less than 1.
@@ -181,17 +126,17 @@ def begin(
     announce(incomplete / "train_state")
     wait = begin_arrays(incomplete / "train_state", train_state)
 
-  def finish(on_part: Callable[[], None]) -> None:
+  def finish() -> None:
     with _writing(directory, step):
       with disk.naming_lost_files(incomplete):
         wait()
       for name, pieces in files.items():
         disk.write_pieces(incomplete / name, pieces)
       about = {"format": FORMAT, "step": step, "layout": layout}
-      manifest.write(incomplete, about, sync=True, on_part=on_part)
+      manifest.write(incomplete, about, sync=True)
       _put_in_place(directory, step, keep)
 
-  return Write(incomplete, finish)
+  return finish
 
 
 @contextlib.contextmanager
@@ -276,7 +221,7 @@ def read_newest(
 
 
 def verify(directory: pathlib.Path, step: int) -> Verified:
-  """Verify all files of a checkpoint, so that this need not be done again.
+  """Verify all files of a checkpoint, and return what its manifest says.
 
   Raises:
     DamagedError: a file is missing, was added or has changed.
@@ -284,29 +229,12 @@ def verify(directory: pathlib.Path, step: int) -> Verified:
   """
   path = _path_of(directory, step)
   try:
-    marks = manifest.marks(path)
     about = manifest.verify(path)
   except (manifest.ManifestError, OSError) as error:
     is_refused = isinstance(error, PermissionError)
     kind = CheckpointError if is_refused else DamagedError
     raise kind(f"checkpoint of step {step}: {error}") from error
-  return Verified(_readable(about, path, step), marks)
-
-
-def _about(path: pathlib.Path, step: int, verified: Verified | None) -> Any:
-  """Return what the manifest of a checkpoint says, after verifying all of it.
-
-  If it was verified before, only the marks of its files are compared.
-  """
-  if verified is None:
-    return verify(path.parent, step).about
-  try:
-    is_same = manifest.marks(path) == verified.marks
-  except OSError:
-    is_same = False
-  if not is_same:
-    raise DamagedError(f"checkpoint of step {step}: {path} has just changed")
-  return verified.about
+  return _readable(about, path, step)
 
 
 def host_state(
@@ -324,7 +252,8 @@ def host_state(
     CheckpointError: it is of a newer version.
   """
   path = _path_of(directory, step)
-  _about(path, step, verified)
+  if verified is None:
+    verify(directory, step)
   return json.loads((path / "host_state.json").read_text())
 
 
@@ -361,7 +290,7 @@ def restore(
       bit, or the stored leaves are not those of the abstract state.
   """
   path = _path_of(directory, step)
-  about = _about(path, step, verified)
+  about = verified or verify(directory, step)
   _check_layout(about, step, abstract_train_state)
   announce(path)
   train_state = pytree_files.load(path / "train_state", abstract_train_state)
@@ -422,8 +351,7 @@ def restore_params(
     CheckpointError: the checkpoint is damaged or of another architecture.
   """
   path = _path_of(directory, step)
-  about = _about(path, step, verified)
-  found = about["layout"]
+  found = (verified or verify(directory, step))["layout"]
   parts = [f"models.policy.{part}." for part in ("trainable", "frozen")]
 
   def stored_as(name: str) -> str:
@@ -533,11 +461,7 @@ def set_aside(directory: pathlib.Path, damaged: Sequence[int]) -> None:
 
 
 def _names(directory: pathlib.Path) -> list[str]:
-  """Return the names in a directory, which need not exist.
-
-  Raises:
-    CheckpointError: the directory exists but cannot be read.
-  """
+  """Return the names in a directory, which need not exist."""
   try:
     return sorted(os.listdir(directory))
   except FileNotFoundError:

@@ -187,40 +187,6 @@ def most_s(num_bytes: int) -> float:
   return num_bytes / _SLOWEST_BYTES_PER_S
 
 
-@contextlib.contextmanager
-def keeping(
-  path: pathlib.Path,
-  what: str,
-  note: Callable[[str], None] | None,
-  *,
-  num_kept: int,
-  is_full: Callable[[], bool],
-) -> Iterator[None]:
-  """Let what the disk refuses inside the block stay in memory, and say so.
-
-  Args:
-    path: of what is written, for the messages.
-    what: it is made of, for the messages.
-    note: is called with a message, of which one is enough. If it is None, or
-      `is_full` returns True, the block fails.
-    num_kept: how much was in memory before.
-    is_full: returns whether too much would be.
-  """
-  try:
-    yield
-  except StorageError as error:
-    if note is None or is_full():
-      raise
-    if not num_kept:
-      note(
-        f"WARNING: {path} cannot be written ({error.__cause__ or error});"
-        f" {what} stay in memory until it can be"
-      )
-  else:
-    if num_kept and note is not None:
-      note(f"{path} is written again, and lacks nothing")
-
-
 class AppendFile:
   """A file that only grows, by whole records.
 
@@ -280,24 +246,29 @@ class AppendFile:
       StorageError: the disk refused the record, or the file is no longer at its
         path, and the record is not kept.
     """
-    num_kept = len(self._kept) - self._num_written
+    was_refused = self._num_written < len(self._kept)
     self._kept.append(record)
     self.num_bytes += len(record)
     try:
-      with keeping(
-        self._path,
-        "its records",
-        self._note,
-        num_kept=num_kept,
-        is_full=lambda: self.num_bytes - self._written > _MOST_KEPT,
-      ):
-        self.check_in_place()
-        self._write_kept()
-        if self._written - self._confirmed > _MOST_KEPT // 2:
-          self._confirm()
-    except (workdir_lib.WorkdirError, StorageError):
-      self.num_bytes -= len(self._kept.pop())
-      raise
+      self.check_in_place()
+      self._write_kept()
+      if self._written - self._confirmed > _MOST_KEPT // 2:
+        self._confirm()
+    except (workdir_lib.WorkdirError, StorageError) as error:
+      is_full = self.num_bytes - self._written > _MOST_KEPT
+      is_refused = isinstance(error, StorageError)
+      if self._note is None or is_full or not is_refused:
+        self.num_bytes -= len(self._kept.pop())
+        raise
+      if not was_refused:
+        self._note(
+          f"WARNING: {self._path} cannot be written"
+          f" ({error.__cause__ or error}); its records stay in memory until it"
+          " can be"
+        )
+    else:
+      if was_refused and self._note is not None:
+        self._note(f"{self._path} is written again, and lacks nothing")
 
   def sync(self) -> None:
     """Wait until everything has reached the disk.

@@ -13,7 +13,7 @@ and hash at the same time, since a version of a large model has tens of
 gigabytes. The digest of a file is that of the digests of its blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import concurrent.futures
 import hashlib
 import json
@@ -38,7 +38,6 @@ def write(
   about: dict[str, Any],
   *,
   sync: bool = False,
-  on_part: Callable[[], None] = lambda: None,
 ) -> None:
   """Seal a directory; nothing in it may change from here on.
 
@@ -46,15 +45,12 @@ def write(
     directory: holds its final files, possibly in subdirectories.
     about: a JSON object that `verify` will return.
     sync: also wait until every byte and every name has reached the disk.
-    on_part: is called after each block that was read, and after each file that
-      has reached the disk, in any thread.
   """
   files = _digests(
     directory,
     _file_names(directory),
     _BLOCK_BYTES,
     sync=sync,
-    on_part=on_part,
   )
   content = json.dumps(
     {"about": about, "files": files, "block_bytes": _BLOCK_BYTES}
@@ -74,9 +70,6 @@ def write(
 
 def verify(directory: pathlib.Path) -> dict[str, Any]:
   """Check every file, and return what `write` was told about the directory.
-
-  Args:
-    directory: holds the files.
 
   Raises:
     ManifestError: there is no manifest, or a file was added, lost or changed.
@@ -100,31 +93,6 @@ def verify(directory: pathlib.Path) -> dict[str, Any]:
     if digests[name] != expected[name]:
       raise ManifestError(f"{directory / name} is corrupted")
   return manifest["about"]
-
-
-def marks(directory: pathlib.Path) -> tuple[list[str], list[list[int]]]:
-  """Return what differs if a file is added, lost, replaced or changed.
-
-  Files are opened for this, because a network file system then asks its server.
-
-  Raises:
-    OSError: a file cannot be opened.
-  """
-  paths = sorted(path for path in directory.rglob("*") if path.is_file())
-  found = []
-  for path in paths:
-    with open(path, "rb") as file:
-      status = os.fstat(file.fileno())
-    found.append(
-      [
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-      ]
-    )
-  return [*map(str, paths)], found
 
 
 def about(directory: pathlib.Path) -> dict[str, Any]:
@@ -181,7 +149,6 @@ def _digests(
   block_bytes: int,
   *,
   sync: bool = False,
-  on_part: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
   """Return the digests of files by name, computed by several threads.
 
@@ -190,19 +157,12 @@ def _digests(
     names: of the files.
     block_bytes: size of the blocks.
     sync: also wait until the files have reached the disk.
-    on_part: as in `write`.
   """
-
-  def digest_of(path: pathlib.Path, start: int) -> bytes:
-    found = _block_digest(path, start, block_bytes)
-    on_part()
-    return found
-
   num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
   with concurrent.futures.ThreadPoolExecutor(num_threads, "digest") as threads:
     of_blocks = {
       path: [
-        threads.submit(digest_of, path, start)
+        threads.submit(_block_digest, path, start, block_bytes)
         for start in range(0, max(1, path.stat().st_size), block_bytes)
       ]
       for path in (directory / name for name in names)
@@ -210,7 +170,6 @@ def _digests(
     for path in of_blocks if sync else ():
       with open(path, "rb") as file:
         os.fsync(file.fileno())
-      on_part()
     return {
       name: hashlib.sha256(b"".join(d.result() for d in digests)).hexdigest()
       for name, digests in zip(names, of_blocks.values(), strict=True)

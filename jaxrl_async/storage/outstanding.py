@@ -37,17 +37,14 @@ class OutstandingError(ValueError):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OutstandingGroup:
-  """One group that has not ended, with its status in the buffer.
+  """A group that has not ended, partial or finished.
 
   Attributes:
     status: the buffer's status of the group.
-    group: the group with its trajectories, partial or finished. None before the
-      first token.
   """
 
-  admission: Admission
   status: str
-  group: RolloutGroup | None
+  group: RolloutGroup
 
 
 def write(directory: pathlib.Path, groups: list[OutstandingGroup]) -> None:
@@ -73,14 +70,8 @@ def packed(groups: list[OutstandingGroup]) -> dict[str, disk.Pieces]:
   for outstanding in groups:
     group = outstanding.group
     records.append(
-      {
-        **dataclasses.asdict(outstanding.admission),
-        "status": outstanding.status,
-        "group": None if group is None else _group_record(group),
-      }
+      {"status": outstanding.status, "group": _group_record(group)}
     )
-    if group is None:
-      continue
     arrays["prompt_tokens"].append(group.prompt.tokens)
     for trajectory in group.trajectories:
       for field in TOKEN_ARRAYS:
@@ -98,11 +89,7 @@ def packed(groups: list[OutstandingGroup]) -> dict[str, disk.Pieces]:
 
 
 def _npy(field: str, pieces: list[np.ndarray]) -> disk.Pieces:
-  """Return the file that numpy reads as these arrays end to end.
-
-  Raises:
-    OutstandingError: they differ in their type.
-  """
+  """Return the file that numpy reads as these arrays end to end."""
   dtypes = {piece.dtype for piece in pieces} or {np.dtype(np.float64)}
   if len(dtypes) > 1:
     names = " and ".join(sorted(map(str, dtypes)))
@@ -127,17 +114,15 @@ def read(directory: pathlib.Path) -> list[OutstandingGroup]:
     name: np.load(directory / f"{name}.npy", allow_pickle=False)
     for name in _ARRAYS
   }
-  present = [r["group"] for r in records if r["group"] is not None]
-  lengths = [t["num_tokens"] for g in present for t in g["trajectories"]]
+  stored = [record["group"] for record in records]
+  lengths = [t["num_tokens"] for g in stored for t in g["trajectories"]]
   pieces = {field: _cut(arrays[field], lengths) for field in TOKEN_ARRAYS}
   pieces["prompt_tokens"] = _cut(
-    arrays["prompt_tokens"], [g["num_prompt_tokens"] for g in present]
+    arrays["prompt_tokens"], [g["num_prompt_tokens"] for g in stored]
   )
   return [
     OutstandingGroup(
-      admission=read_admission(record),
-      status=record["status"],
-      group=record["group"] and _read_group(record["group"], pieces),
+      status=record["status"], group=_read_group(record["group"], pieces)
     )
     for record in records
   ]

@@ -27,10 +27,6 @@ LEDGER = "ledger.jsonl"
 TIMING = "timing.jsonl"
 _LONGEST_HOLDER = 500
 _TAIL_BYTES = 2**16  # in which the last line of a file is looked for first
-_WHAT_TO_DO = (
-  "while the run was writing to it; put a copy of the whole workdir back and"
-  " start again to continue from the newest checkpoint"
-)
 
 # Lock files that this process holds open.
 _held: set[IO[str]] = set()
@@ -40,17 +36,13 @@ class WorkdirError(sections.ConfigError):
   """The workdir cannot be used, or no longer; the message says what to do."""
 
 
-class RemovedError(FileNotFoundError):
-  """A file that a run writes to was removed, and nothing is in its place."""
-
-
 def check_in_place(path: str | os.PathLike[str], file: IO[Any]) -> None:
   """Check that a file open for writing is still the one at its path.
 
   Raises:
     WorkdirError: it was removed, and another one is in its place.
-    RemovedError: it was removed, so whatever is written to it would be lost.
-    OSError: it was moved and can be put back, or its file system does not say.
+    OSError: it was removed, was moved and can be put back, or its file system
+      does not say.
   """
   name = os.fspath(path)
   is_there = True
@@ -62,8 +54,12 @@ def check_in_place(path: str | os.PathLike[str], file: IO[Any]) -> None:
   if os.fstat(file.fileno()).st_nlink:
     raise FileNotFoundError(errno.ENOENT, "it was moved; put it back", name)
   if is_there:
-    raise WorkdirError(f"workdir: {name} was replaced {_WHAT_TO_DO}")
-  raise RemovedError(errno.ENOENT, "it was removed", name)
+    raise WorkdirError(
+      f"workdir: {name} was replaced while the run was writing to it; put a"
+      " copy of the whole workdir back and start again to continue from the"
+      " newest checkpoint"
+    )
+  raise FileNotFoundError(errno.ENOENT, "it was removed", name)
 
 
 class Claim:
@@ -140,36 +136,10 @@ class Claim:
         self._note(f"{self._path.parent} is reached again")
       self._is_reached = True
 
-  def __exit__(
-    self, kind: Any, error: BaseException | None, where: Any
-  ) -> None:
-    """Release the lock.
-
-    Raises:
-      WorkdirError: the workdir was removed or replaced. This takes precedence
-        over an error raised inside the block, which is a consequence of it.
-    """
-    del kind, where
-    try:
-      if error is None or isinstance(error, Exception):
-        if not isinstance(error, WorkdirError):
-          self._check_at_the_end()
-    except WorkdirError as lost:
-      raise lost from error
-    finally:
-      _held.discard(self._file)
-      self._file.close()
-
-  def _check_at_the_end(self) -> None:
-    self.check()
-    try:
-      self.check_in_place()
-    except RemovedError as removed:
-      raise WorkdirError(
-        f"workdir: {self._path.parent} was removed {_WHAT_TO_DO}"
-      ) from removed
-    except OSError:
-      pass  # `check` has said so
+  def __exit__(self, *_: Any) -> None:
+    """Release the lock."""
+    _held.discard(self._file)
+    self._file.close()
 
   def _locked(self) -> IO[str]:
     """Return the lock file, locked if its file system supports locks."""

@@ -3,27 +3,24 @@
 A start that was killed leaves its last versions behind, often in memory. The
 next start of the same workdir removes them before it checks how much room there
 is. Otherwise they would occupy the room, the new start would choose another
-directory, and they would stay forever. The workdir records every directory that
-was used, since the setting may change between two starts.
+directory, and they would stay forever.
 
 The name of the directory is the same at every start, so another user of the
 machine can make it first. It is used only if it belongs to this user, and only
 this user can read it.
 
 The publishing process holds a lock on its directory. The versions of a live run
-are therefore never removed, even if a copied workdir still records their
-directory.
+are therefore never removed.
 """
 
 from collections.abc import Callable
+import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import pathlib
 import secrets
 import shutil
-import subprocess
 import time
 from typing import IO
 
@@ -33,9 +30,7 @@ from jaxrl_async.storage import private_directory
 
 NUM_KEPT = 2  # versions that a reader may be reading
 _MEMORY_BACKED = pathlib.Path("/dev/shm")
-_RECORD = "weight_transfer.json"
 _LOCK = "publisher"
-_REMOVE = 'cat >/dev/null; rm -rf -- "$1"; rmdir -- "$2"'
 
 
 def prepare(
@@ -54,56 +49,38 @@ def prepare(
       not used.
 
   Raises:
-    StorageError: the workdir cannot be written to, or the directory that was
-      configured belongs to another user.
+    StorageError: the directory that was configured belongs to another user.
   """
   workdir = pathlib.Path(workdir).resolve()
-  record = workdir / _RECORD
-  memory_backed = _MEMORY_BACKED / _name(workdir)
-  known = {memory_backed, workdir / "weight_transfer", *_read(record, note)}
-  for directory in sorted(known):
+  memory_backed, beside = defaults(workdir)
+  places = [memory_backed, beside]
+  if section.directory:
+    places.append(pathlib.Path(section.directory).absolute() / _name(workdir))
+  for directory in places:
     try:
       remove_leftovers(directory)
     except OSError as error:
       note(f"versions of an earlier start are still in {directory} ({error})")
   if section.channel == sections.Channel.DIRECT:
-    return workdir / "weight_transfer"  # nothing goes there
+    return beside  # nothing goes there
   if section.directory:
-    chosen = pathlib.Path(section.directory).absolute() / _name(workdir)
-    private_directory.check(chosen)
-  elif reason := _reason_against_memory(memory_backed, num_bytes):
-    chosen = workdir / "weight_transfer"
-    note(f"weights are transferred through {chosen}: {reason}")
-  else:
-    chosen = memory_backed
-  used = {chosen, *(path for path in known if path.exists())}
-  disk.replace_text(record, json.dumps(sorted(map(str, used))))
-  return chosen
+    private_directory.check(places[-1])
+    return places[-1]
+  if reason := _reason_against_memory(memory_backed, num_bytes):
+    note(f"weights are transferred through {beside}: {reason}")
+    return beside
+  return memory_backed
+
+
+def defaults(workdir: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+  """Return where a run's versions go without a setting: in memory, or not."""
+  return _MEMORY_BACKED / _name(workdir), workdir / "weight_transfer"
 
 
 def _name(workdir: pathlib.Path) -> str:
   """Return a name that is unique to the workdir and the same at every start."""
   digest = hashlib.sha256(str(workdir).encode()).hexdigest()
   return f"jaxrl_async-{digest[:16]}"
-
-
-def _read(
-  record: pathlib.Path, note: Callable[[str], None]
-) -> list[pathlib.Path]:
-  """Return the directories that a record names; a torn one names none."""
-  try:
-    paths = json.loads(record.read_bytes())
-    if not isinstance(paths, list):
-      raise TypeError("it is not a list")
-    return [pathlib.Path(path) for path in paths]
-  except FileNotFoundError:
-    return []
-  except (ValueError, TypeError, RecursionError):
-    note(
-      f"{record} is damaged: versions of earlier starts may remain where"
-      " transfer.directory was then"
-    )
-    return []
 
 
 def _reason_against_memory(directory: pathlib.Path, num_bytes: int) -> str:
@@ -180,19 +157,15 @@ def remove_attempts(version: pathlib.Path) -> None:
       shutil.rmtree(attempt)
 
 
-def remove_when_ended(incarnation: pathlib.Path) -> subprocess.Popen:
-  """Have an incarnation removed as soon as this process has ended.
+def remove_now(incarnation: pathlib.Path) -> None:
+  """Remove an incarnation whose process ends now; its threads may be writing.
 
-  Another process does it when it sees that its input ends with this one. Here
-  it would be in vain, because other threads may still be writing.
+  What they write after it is left to the next start.
   """
-  return subprocess.Popen(
-    ["sh", "-c", _REMOVE, "sh", incarnation, incarnation.parent],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.DEVNULL,
-    start_new_session=True,
-  )
+  removed = incarnation.with_name(f"{incarnation.name}.removed")
+  shutil.rmtree(incarnation.rename(removed), ignore_errors=True)
+  with contextlib.suppress(OSError):
+    incarnation.parent.rmdir()
 
 
 def new_incarnation() -> str:

@@ -199,7 +199,7 @@ class WeightChannel(abc.ABC):
 
   @abc.abstractmethod
   def remove(self) -> None:
-    """Have the written versions removed as soon as the process has ended."""
+    """Remove the written versions, because the process ends now."""
 
   @abc.abstractmethod
   def _hand_over(self, named: dict[str, Any], version: int) -> None: ...
@@ -429,7 +429,7 @@ class OrbaxChannel(WeightChannel):
     self._raise_failure()
 
   def remove(self) -> None:
-    self._remover = transfer_directory.remove_when_ended(self._path)
+    transfer_directory.remove_now(self._path)
 
   def _hand_over(self, named: dict[str, Any], version: int) -> None:
     if self._thread is None:
