@@ -280,6 +280,22 @@ def sequence(
   )
 
 
+LONG_GROUPS = (0, 1, 5, 8, 9, 10, 11, 15)  # member 2 of these writes much
+
+
+def long(group=8, length=5, **options):
+  """A sequence of many tokens."""
+  return sequence(prompt(length), group=group, member=2, **options)
+
+
+def assorted(count=11):
+  """More sequences than slots, of all lengths, no two alike."""
+  return [
+    sequence(prompt(1 + 5 * i % 19, seed=i), limit=22 + i % 10, group=i)
+    for i in range(count)
+  ]
+
+
 def record(sequence):
   """Everything written, comparable bit for bit."""
   t = sequence.trajectory()
@@ -295,6 +311,14 @@ def finish(scheduler, max_calls=200):
       return ended
     ended += scheduler.step()
   raise AssertionError(f"{len(scheduler.sequences())} sequences do not end")
+
+
+def write_all(scheduler, sequences):
+  """Submits all, steps until nothing is left, and returns the records."""
+  for each in sequences:
+    scheduler.submit(each)
+  finish(scheduler)
+  return [record(each) for each in sequences]
 
 
 def input_dependence(model, stacked_params, tokens, segment_ids):
