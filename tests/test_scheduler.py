@@ -11,16 +11,6 @@ from jaxrl_async.engine import sequence as sequence_lib
 KEEP, RECOMPUTE = sections.KvOnAdopt.KEEP, sections.KvOnAdopt.RECOMPUTE
 
 
-@pytest.fixture(scope="module")
-def uninterrupted():
-  """What `tiny.long()` is when nothing happens to it."""
-  scheduler = tiny.ready()
-  scheduler.submit(tiny.long())
-  (sequence,) = tiny.finish(scheduler)
-  assert sequence.length == 24
-  return tiny.record(sequence)
-
-
 def test_every_sequence_is_written_once_and_each_token_is_counted():
   scheduler = tiny.ready()
   sequences = tiny.assorted()
@@ -216,7 +206,7 @@ def test_recomputed_sequences_have_the_logprobs_of_each_tokens_version():
   assert np.abs(first - last).max() > 0.1
 
 
-def test_kept_caches_serve_the_new_weights(uninterrupted):
+def test_kept_caches_serve_the_new_weights():
   scheduler = tiny.ready(kv_on_adopt=KEEP)
   sequence = tiny.long()
   scheduler.submit(sequence)
@@ -231,7 +221,7 @@ def test_kept_caches_serve_the_new_weights(uninterrupted):
   # One call was read and one on its way.
   assert t.policy_versions[5:13].tolist() == [0] * 8
   assert (t.policy_versions[13:] == 1).all()
-  assert t.behavior_logprobs[:13].tolist() == uninterrupted[2][:13]
+  assert t.behavior_logprobs[:13].tolist() == tiny.long_alone().logprobs[:13]
   logprobs = t.behavior_logprobs[13:]
   np.testing.assert_allclose(logprobs, mixed_logprobs(t.tokens)[13:], atol=1e-4)
   fresh = tiny.trainer_logprobs(tiny.params(1), [t.tokens])[0][13:]
@@ -280,9 +270,7 @@ def mixed_logprobs(tokens, switch=12):
 
 
 @pytest.mark.parametrize("kv_on_adopt", [KEEP, RECOMPUTE])
-def test_adopting_the_same_weights_changes_versions_alone(
-  uninterrupted, kv_on_adopt
-):
+def test_adopting_the_same_weights_changes_versions_alone(kv_on_adopt):
   scheduler = tiny.ready(kv_on_adopt=kv_on_adopt)
   sequence = tiny.long()
   scheduler.submit(sequence)
@@ -290,21 +278,19 @@ def test_adopting_the_same_weights_changes_versions_alone(
     scheduler.step()
     scheduler.adopt(tiny.engine_params(version), version)
   tiny.finish(scheduler)
-  tokens, mask, logprobs, versions, reason = tiny.record(sequence)
-  assert (tokens, mask, reason) == (*uninterrupted[:2], uninterrupted[4])
-  assert versions == [-1] * 5 + [0] * 8 + [1] * 8 + [2] * 3
+  found, expected = tiny.record(sequence), tiny.long_alone()
+  versions = [-1] * 5 + [0] * 8 + [1] * 8 + [2] * 3
+  assert found == expected._replace(versions=versions, logprobs=found.logprobs)
   if kv_on_adopt is KEEP:
-    assert logprobs == uninterrupted[2]
+    assert found.logprobs == expected.logprobs
   else:
-    np.testing.assert_allclose(logprobs, uninterrupted[2], atol=1e-4)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
 
 
 # -- cancelling and resuming -----------------------------------------------
 
 
-def test_a_cancelled_owners_slots_are_free_and_others_are_unaffected(
-  uninterrupted,
-):
+def test_a_cancelled_owners_slots_are_free_and_others_are_unaffected():
   scheduler = tiny.ready()
   mine, others = (sequence_lib.Owner("test", n) for n in range(2))
   for group in (0, 1, 5):
@@ -327,7 +313,7 @@ def test_a_cancelled_owners_slots_are_free_and_others_are_unaffected(
     scheduler.submit(sequence)
   ended = tiny.finish(scheduler)
   assert {id(s) for s in ended} == {id(s) for s in (survivor, *later)}
-  assert tiny.record(survivor) == uninterrupted
+  assert tiny.record(survivor) == tiny.long_alone()
   alone = tiny.ready()
   expected = [tiny.long(11), tiny.sequence(tiny.prompt(7), group=30)]
   tiny.write_all(alone, expected)
@@ -335,9 +321,7 @@ def test_a_cancelled_owners_slots_are_free_and_others_are_unaffected(
 
 
 @pytest.mark.parametrize("num_calls", [1, 2, 3])
-def test_a_recorded_half_is_continued_with_the_same_tokens(
-  uninterrupted, num_calls
-):
+def test_a_recorded_half_is_continued_with_the_same_tokens(num_calls):
   scheduler = tiny.ready()
   scheduler.submit(tiny.long())
   for _ in range(num_calls):
@@ -352,10 +336,9 @@ def test_a_recorded_half_is_continued_with_the_same_tokens(
   other.submit(continued)
   other.submit(tiny.sequence(tiny.prompt(4)))
   tiny.finish(other)
-  tokens, mask, logprobs, versions, reason = tiny.record(continued)
-  assert (tokens, mask) == uninterrupted[:2]
-  assert (versions, reason) == uninterrupted[3:]
-  np.testing.assert_allclose(logprobs, uninterrupted[2], atol=1e-4)
+  found, expected = tiny.record(continued), tiny.long_alone()
+  assert found == expected._replace(logprobs=found.logprobs)
+  np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
 
 
 def test_a_trajectory_is_a_copy():

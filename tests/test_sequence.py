@@ -10,21 +10,12 @@ from jaxrl_async import types
 from jaxrl_async.engine import sampling
 
 
-@pytest.fixture(scope="module")
-def uninterrupted():
-  """What `tiny.long()` is when nothing happens to it."""
-  scheduler = tiny.ready()
-  scheduler.submit(tiny.long())
-  (sequence,) = tiny.finish(scheduler)
-  return tiny.record(sequence)
-
-
 def settled(sequence, **settings):
   sequence.settings = sampling.SamplingSettings(**settings)
   return sequence
 
 
-def test_sequences_of_all_settings_share_a_call(uninterrupted):
+def test_sequences_of_all_settings_share_a_call():
   scheduler = tiny.ready()
   plain = tiny.long()
   others = [
@@ -38,7 +29,7 @@ def test_sequences_of_all_settings_share_a_call(uninterrupted):
     scheduler.submit(sequence)
   tiny.finish(scheduler)
   # Filters of others change no bit of what is drawn without one.
-  assert tiny.record(plain) == uninterrupted
+  assert tiny.record(plain) == tiny.long_alone()
   for sequence in others:
     alone = tiny.ready()
     again = settled(
@@ -115,7 +106,7 @@ def test_ends_that_are_ignored_are_tokens_like_any_other():
     assert sequence.finish_reason == types.FinishReason.LENGTH
 
 
-def test_a_stop_check_cuts_what_was_written_and_frees_the_slot(uninterrupted):
+def test_a_stop_check_cuts_what_was_written_and_frees_the_slot():
   def stop_after(count):
     seen = []
 
@@ -135,7 +126,7 @@ def test_a_stop_check_cuts_what_was_written_and_frees_the_slot(uninterrupted):
   for count, sequence in zip((1, 4, 6, 7), sequences, strict=True):
     assert sequence.length == 5 + count
     assert sequence.finish_reason == types.FinishReason.STOP
-  assert tiny.record(sequences[0])[0] == uninterrupted[0][:6]
+  assert tiny.record(sequences[0]).tokens == tiny.long_alone().tokens[:6]
   expected = sum(int(s.loss_mask.sum()) for s in [*sequences, survivor])
   assert scheduler.stats.generated_tokens == expected
 

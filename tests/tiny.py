@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 from jax import numpy as jnp
@@ -288,6 +289,13 @@ def long(group=8, length=5, **options):
   return sequence(prompt(length), group=group, member=2, **options)
 
 
+@functools.cache
+def long_alone():
+  """What `long()` is when nothing happens to it."""
+  (written,) = write_all(ready(), [long()])
+  return written
+
+
 def assorted(count=11):
   """More sequences than slots, of all lengths, no two alike."""
   return [
@@ -296,11 +304,20 @@ def assorted(count=11):
   ]
 
 
+class Record(NamedTuple):
+  """Everything that a sequence says, comparable bit for bit."""
+
+  tokens: list
+  loss_mask: list
+  logprobs: list
+  versions: list
+  finish_reason: types.FinishReason | None
+
+
 def record(sequence):
-  """Everything written, comparable bit for bit."""
   t = sequence.trajectory()
   arrays = t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions
-  return *(a.tolist() for a in arrays), t.finish_reason
+  return Record(*(a.tolist() for a in arrays), t.finish_reason)
 
 
 def finish(scheduler, max_calls=200):
