@@ -127,7 +127,7 @@ def test_a_prompt_that_begins_otherwise_shares_nothing():
 
 
 def test_chunks_fill_pages_as_well():
-  scheduler = make(SYSTEM, num_pages=20, page_tokens=4)
+  scheduler = make(SYSTEM, num_pages=32, page_tokens=4)
   sequences = with_system(3, 3, 6, 9)
   tiny.write_all(scheduler, sequences)
   assert_scored(sequences)
