@@ -66,14 +66,9 @@ def test_advantages_equal_the_formula_for_groups_of_any_size(baseline, scale):
   actual = advantages(REWARDS, GROUP_IDS, NUM_GROUPS, baseline, scale)
   assert actual.dtype == np.float32
   np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-9)
-
-
-def test_each_choice_changes_the_result():
-  found = [
-    advantages(REWARDS, GROUP_IDS, NUM_GROUPS, *choice) for choice in CHOICES
-  ]
-  for i, one in enumerate(found):
-    assert all(np.abs(one - other).max() > 0.05 for other in found[:i])
+  # Groups that agree teach nothing, to the bit.
+  of_equal = actual[np.isin(GROUP_IDS, [1, 3])]
+  assert (of_equal == 0).all() == (baseline != "batch")
 
 
 def test_rewards_are_shaped_before_they_are_compared():
@@ -85,13 +80,6 @@ def test_rewards_are_shaped_before_they_are_compared():
   assert unbounded.min() == -10.0
   same = advantages_lib.shaped(REWARDS, bias=0.0, scale=1.0, clip=0.0)
   np.testing.assert_array_equal(same, REWARDS, strict=True)
-
-
-@pytest.mark.parametrize(("baseline", "scale"), CHOICES)
-def test_a_group_that_agrees_teaches_nothing(baseline, scale):
-  actual = advantages(REWARDS, GROUP_IDS, NUM_GROUPS, baseline, scale)
-  of_equal = actual[np.isin(GROUP_IDS, [1, 3])]
-  assert (of_equal == 0).all() == (baseline != "batch")
 
 
 def test_what_cannot_be_compared_is_refused():

@@ -476,23 +476,3 @@ def test_a_batch_makes_no_admission_possible(kwargs, engine_version):
   could = buffer.wait_for_admission(engine_version, 3, 0.0)
   if buffer.get_batch(3, 0.0) is not None:
     assert could or not buffer.wait_for_admission(engine_version, 3, 0.0)
-
-
-@given(outstanding, st.lists(st.integers(0, 3), max_size=9))
-@settings(many, max_examples=300)
-def test_batches_that_are_given_back_leave_a_schedule(kwargs, engine_versions):
-  """Whatever was admitted in their place meanwhile."""
-  deadlines, p = kwargs["deadlines"], kwargs["groups_per_step"]
-  if not fits(deadlines, 3, p):
-    return
-  num_finished = min(kwargs["num_finished"], len(deadlines))
-  buffer = make_buffer(deadlines, 3, p, num_finished)
-  buffer.set_max_staleness(4)
-  if buffer.get_batch(3, 0.0) is not None:
-    buffer.get_batch(4, 0.0)
-  admitted = [buffer.try_admit(version) for version in engine_versions]
-  state = buffer.state()
-  assert state.next_step == 3
-  expected = deadlines + [a.deadline for a in admitted if a is not None]
-  assert sorted(a.deadline for a in state.admissions()) == sorted(expected)
-  assert fits(expected, 3, p)

@@ -62,20 +62,6 @@ def chat_example(messages, template=PLAIN, tokenizer=None):
   )
 
 
-@pytest.mark.slow
-def test_each_turn_of_the_assistant_is_learned_up_to_its_end():
-  tokenizer = byte_level.load()
-  example = chat_example(CHAT)
-  assert learned(example, tokenizer) == [f"It is 5.{END}", f"8{END}"]
-  assert not example.loss_mask[0]
-  assert example.tokens[-1] == tokenizer.eos_id
-  # Nothing but the line break after the last turn is left out.
-  whole = chat_template_lib.ChatTemplate(PLAIN).render(CHAT, is_prompt=False)
-  backend = tokenizer._tokenizer
-  text = backend.decode(example.tokens.tolist(), skip_special_tokens=False)
-  assert text + "\n" == whole
-
-
 def test_the_same_tokens_are_learned_as_transformers_marks(tmp_path):
   transformers = pytest.importorskip("transformers")
   byte_level.save(tmp_path)

@@ -55,9 +55,31 @@ def without_time(summary):
   return {k: v for k, v in summary.items() if k not in ("wall_s", "params")}
 
 
+def interrupt(train, config, workdir):
+  """Train until a kill in step 5, and again until a request to stop."""
+  steps = []
+
+  def kill_in_step_5(progress, name, done, total, text=""):
+    del progress, name, total, text
+    steps.append(done)
+    if len(steps) == 5:
+      raise RuntimeError("killed")
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(supervised.progress_lib.Progress, "stage", kill_in_step_5)
+    with pytest.raises(RuntimeError, match="killed"):
+      train(config, workdir)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      supervisor_lib.StopRequest, "is_set", property(lambda self: True)
+    )
+    with pytest.raises(supervisor_lib.Interrupted, match="after step 3; the"):
+      train(config, workdir)
+
+
 @pytest.mark.slow
 def test_the_best_parameters_are_kept_and_an_interruption_changes_nothing(
-  tmp_path, monkeypatch
+  tmp_path,
 ):
   config = make_config()
   whole = fine_tune.fine_tune(config, tmp_path / "whole")
@@ -76,27 +98,8 @@ def test_the_best_parameters_are_kept_and_an_interruption_changes_nothing(
   assert losses[whole["best_step"]] == whole["validation_loss"]
   assert not whole["stopped_early"]
 
-  steps = []
-
-  def stop_in_step_5(progress, name, done, total, text=""):
-    del progress, name, total, text
-    steps.append(done)
-    if len(steps) == 5:
-      raise RuntimeError("killed")
-
   part = tmp_path / "part"
-  with monkeypatch.context() as patch:
-    patch.setattr(supervised.progress_lib.Progress, "stage", stop_in_step_5)
-    with pytest.raises(RuntimeError, match="killed"):
-      fine_tune.fine_tune(config, part)
-  monkeypatch.setattr(
-    supervisor_lib.StopRequest, "is_set", property(lambda self: True)
-  )
-  with pytest.raises(
-    supervisor_lib.Interrupted, match="after step 3; the same"
-  ):
-    fine_tune.fine_tune(config, part)
-  monkeypatch.undo()
+  interrupt(fine_tune.fine_tune, config, part)
   again = fine_tune.fine_tune(config, part)
   assert without_time(again) == without_time(whole)
   assert metrics(part) == lines

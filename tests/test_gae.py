@@ -164,6 +164,18 @@ def test_the_reward_of_a_token_is_its_clipped_log_ratio(clip):
   )
 
 
+def sums_to_come(of_tokens, batch):
+  """For each loss token, the sum over it and those that follow it."""
+  mask = np.asarray(batch.loss_mask)
+  found = np.zeros(mask.shape)
+  for place in zip(*np.nonzero(mask), strict=True):
+    *row, t = place
+    row = tuple(row)
+    same = np.asarray(batch.segment_ids[row] == batch.segment_ids[place])
+    found[place] = of_tokens[row][t:][(mask[row] & same)[t:]].sum()
+  return found
+
+
 @pytest.mark.parametrize("is_whitened", [True, False])
 def test_an_advantage_loses_the_divergence_that_is_to_come(is_whitened):
   batch = test_train_step.packed(rows=4, minibatches=2)
@@ -178,13 +190,7 @@ def test_an_advantage_loses_the_divergence_that_is_to_come(is_whitened):
   gaps = np.clip(
     batch.behavior_logprobs.astype(np.float64) - reference, -0.6, 0.6
   )
-  expected = np.zeros(mask.shape)
-  for place in zip(*np.nonzero(mask), strict=True):
-    *row, t = place
-    row = tuple(row)
-    to_come = mask[row] & (batch.segment_ids[row] == batch.segment_ids[place])
-    to_come[:t] = False
-    expected[place] = batch.advantages[place] - 0.1 * gaps[row][to_come].sum()
+  expected = batch.advantages - 0.1 * sums_to_come(gaps, batch)
   if is_whitened:
     chosen = expected[mask]
     expected = (expected - chosen.mean()) / chosen.std()
@@ -220,15 +226,11 @@ def test_with_a_critic_the_divergence_is_taken_off_the_rewards():
   gaps = np.asarray(batch.behavior_logprobs, np.float64) - reference
   of_tokens = rewards - 0.1 * np.clip(gaps, -0.6, 0.6)
   for name in ("advantages", critic_lib.RETURNS):
-    found = np.asarray(made[name])
-    for place in zip(*np.nonzero(mask), strict=True):
-      *row, t = place
-      row = tuple(row)
-      same = batch.segment_ids[row] == batch.segment_ids[place]
-      to_come = mask[row] & np.asarray(same)
-      to_come[:t] = False
-      expected = of_tokens[row][to_come].sum()
-      np.testing.assert_allclose(found[place], expected, atol=1e-4)
+    np.testing.assert_allclose(
+      np.asarray(made[name])[mask],
+      sums_to_come(of_tokens, batch)[mask],
+      atol=1e-4,
+    )
 
 
 def test_the_fields_of_episodes_put_rewards_where_they_were_earned():

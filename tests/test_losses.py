@@ -60,7 +60,7 @@ def plain(hidden, head, tokens, temperature):
   )
 
 
-@pytest.mark.parametrize("vocab_chunk", [5, 23, 100])
+@pytest.mark.parametrize("vocab_chunk", [5, 100])
 def test_logprobs_and_entropy_equal_the_formula(inputs, vocab_chunk):
   hidden, head, tokens = (x.astype(np.float64) for x in inputs)
   expected = np.zeros((2, B, T))
@@ -77,8 +77,10 @@ def test_logprobs_and_entropy_equal_the_formula(inputs, vocab_chunk):
   assert (np.asarray(actual)[:, ~HAS_LOGPROB] == 0).all()
 
 
-@pytest.mark.parametrize("vocab_chunk", [4, 7, 22, 23, 24])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(
+  ("vocab_chunk", "temperature"),
+  [(4, 0.5), (7, 2.0), (22, 1.0), (23, 0.5), (24, 2.0)],
+)
 def test_chunks_equal_plain_log_softmax_in_value_and_gradient(
   inputs, vocab_chunk, temperature
 ):
@@ -124,25 +126,6 @@ def test_large_logits_stay_finite_and_right():
   )
   np.testing.assert_allclose(logprobs, [[0, -math.log(2)]], rtol=1e-6)
   np.testing.assert_allclose(entropy, [[0, math.log(2)]], rtol=1e-6)
-
-
-@pytest.mark.parametrize("vocab_chunk", [5, 100])
-def test_a_logprob_depends_on_the_hidden_state_just_before_only(
-  inputs, vocab_chunk
-):
-  hidden, head, tokens = map(jnp.asarray, inputs)
-  expected = np.zeros((B, T, B, T), bool)
-  for b, t in np.argwhere(HAS_LOGPROB):
-    expected[b, t, b, t - 1] = True
-
-  @jax.jit
-  @jax.jacobian
-  def jacobians(hidden):
-    return logprobs_and_entropy(hidden, head, tokens, vocab_chunk=vocab_chunk)
-
-  for jacobian in jacobians(hidden):  # of logprobs, of entropy
-    depends = np.abs(jacobian).max(-1) > 0
-    np.testing.assert_array_equal(depends, expected)
 
 
 def test_nan_in_hidden_states_that_draw_nothing_changes_no_bit(inputs):

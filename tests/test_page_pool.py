@@ -106,15 +106,6 @@ def test_every_page_is_free_or_held_as_often_as_it_was_given(moves, num_pages):
 # -- under a scheduler -----------------------------------------------------
 
 
-def make(kv_on_adopt=RECOMPUTE, **sizes):
-  scheduler = tiny.scheduler(kv_on_adopt=kv_on_adopt, **sizes)
-  scheduler.adopt(tiny.engine_params(), 0)
-  return scheduler
-
-
-LONG_GROUPS = (0, 1, 5, 8, 9, 10, 11, 15)  # member 2 of these writes much
-
-
 def groups():
   """Long and short ones, deadlines out of order."""
   long = [
@@ -125,7 +116,7 @@ def groups():
       member=2,
       deadline=(7 * group) % 5,
     )
-    for group in LONG_GROUPS
+    for group in tiny.LONG_GROUPS
   ]
   short = [
     tiny.sequence(tiny.prompt(9), limit=16, group=30, member=member)
@@ -135,40 +126,32 @@ def groups():
 
 
 def write(scheduler, sequences):
-  for sequence in sequences:
-    scheduler.submit(sequence)
-  ended = tiny.finish(scheduler)
-  assert {id(s) for s in ended} == {id(s) for s in sequences}
+  written = tiny.write_all(scheduler, sequences)
   if scheduler.engine.sizes.num_pages:
     pool = scheduler._admission.pool
     assert pool.num_free == pool.num_pages
-  return [
-    (s.written().tolist(), s.behavior_logprobs[: s.length].tolist())
-    for s in sequences
-  ]
+  return written
 
 
 @pytest.fixture(scope="module")
 def with_slots():
   """What `groups` write when every slot has its own cache."""
-  return write(make(), groups())
+  return write(tiny.ready(), groups())
 
 
 @pytest.fixture(scope="module")
 def with_many():
   """The same from pages, enough of them."""
-  scheduler = make(**MANY)
+  scheduler = tiny.ready(**MANY)
   written = write(scheduler, groups())
   assert scheduler.stats.preemptions == 0
   return written
 
 
 def assert_close(written, expected):
-  for (tokens, logprobs), (other, others) in zip(
-    written, expected, strict=True
-  ):
-    assert tokens == other
-    np.testing.assert_allclose(logprobs, others, atol=1e-4)
+  for found, wanted in zip(written, expected, strict=True):
+    assert found.tokens == wanted.tokens
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-4)
 
 
 def test_pages_hold_what_slots_hold(with_slots, with_many):
@@ -178,7 +161,7 @@ def test_pages_hold_what_slots_hold(with_slots, with_many):
 @pytest.mark.slow
 @pytest.mark.parametrize("preemption", [FAST, EXACT])
 def test_a_pool_too_small_for_all_slots_loses_nothing(with_many, preemption):
-  scheduler = make(**FEW, preemption=preemption)
+  scheduler = tiny.ready(**FEW, preemption=preemption)
   sequences = groups()
   written = write(scheduler, sequences)
   stats = scheduler.stats
@@ -191,7 +174,7 @@ def test_a_pool_too_small_for_all_slots_loses_nothing(with_many, preemption):
 
 
 def test_the_latest_deadline_gives_up_its_pages():
-  scheduler = make(**FEW)
+  scheduler = tiny.ready(**FEW)
   sequences = [
     tiny.sequence(
       tiny.prompt(11, seed=i), group=group, member=2, limit=30, deadline=d
@@ -207,22 +190,8 @@ def test_the_latest_deadline_gives_up_its_pages():
   tiny.finish(scheduler)
 
 
-def test_a_group_holds_its_prompt_once():
-  scheduler = make(**MANY)
-  prompt = tiny.prompt(13)
-  for member in range(4):
-    scheduler.submit(tiny.sequence(prompt, member=member, limit=30))
-  scheduler._dispatch()
-  tables = list(scheduler._admission._held.values())
-  assert len(tables) == 4
-  shared = set(tables[0]).intersection(*tables)
-  assert len(shared) == 3  # 12 of 13 tokens are cached: three whole pages
-  assert scheduler.stats.prefill_tokens == 13
-  tiny.finish(scheduler)
-
-
 def test_cancelled_sequences_give_back_their_pages():
-  scheduler = make(**MANY)
+  scheduler = tiny.ready(**MANY)
   mine = sequence_lib.Owner("test", 0)
   sequences = groups()
   for i, sequence in enumerate(sequences):
@@ -235,9 +204,8 @@ def test_cancelled_sequences_give_back_their_pages():
 
 
 @pytest.mark.parametrize("kv_on_adopt", [KEEP, RECOMPUTE])
-@pytest.mark.parametrize("sizes", [MANY, FEW])
-def test_new_weights_score_every_token_of_their_version(kv_on_adopt, sizes):
-  scheduler = make(kv_on_adopt, **sizes)
+def test_new_weights_score_every_token_of_their_version(kv_on_adopt):
+  scheduler = tiny.ready(kv_on_adopt=kv_on_adopt, **FEW)
   sequences = groups()
   for sequence in sequences:
     scheduler.submit(sequence)
@@ -256,11 +224,11 @@ def test_new_weights_score_every_token_of_their_version(kv_on_adopt, sizes):
       np.testing.assert_allclose(
         t.behavior_logprobs[drawn], expected[drawn], atol=1e-4
       )
-  assert scheduler._admission.pool.num_free == sizes["num_pages"]
+  assert scheduler._admission.pool.num_free == FEW["num_pages"]
 
 
 def test_a_prompt_is_never_read_from_pages_of_older_weights():
-  scheduler = make(KEEP, **MANY)
+  scheduler = tiny.ready(kv_on_adopt=KEEP, **MANY)
   prompt = tiny.prompt(13)
   # The first goes on with its old pages; the second begins as it did.
   first = tiny.sequence(prompt, group=8, member=2, limit=30)

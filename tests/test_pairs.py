@@ -14,6 +14,7 @@ from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
 
 TOKENIZER = test_prompts.TOKENIZER
+CALLING = chat_templates.CALLED[1]  # a message with a call
 
 
 def decoded(pair):
@@ -139,14 +140,9 @@ def test_data_without_pairs_is_named_with_both_fields(tmp_path):
 
 def test_a_pair_of_messages_is_learned_as_the_template_writes_it(tmp_path):
   tokenizer, template = chat_templates.load(chat_templates.QWEN)
-  call = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [chat_templates.CALL],
-  }
   rows = [
     {
-      "chat": [*chat(f"{i}?", "x")[:1], call],
+      "chat": [*chat(f"{i}?", "x")[:1], CALLING],
       "rejected": [{"role": "assistant", "content": "No.", "name": None}],
       "tools": chat_templates.TOOLS,
     }
@@ -180,12 +176,7 @@ def test_a_pair_of_messages_is_learned_as_the_template_writes_it(tmp_path):
 
 
 def test_a_message_with_a_call_is_no_completion_of_a_plain_prompt(tmp_path):
-  call = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [chat_templates.CALL],
-  }
-  rows = [row | {"chosen": [call]} for row in texts()]
+  rows = [row | {"chosen": [CALLING]} for row in texts()]
   with pytest.raises(sections.ConfigError, match="calls or thoughts needs"):
     list(pairs_of(tmp_path, rows))
 

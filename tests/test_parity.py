@@ -43,9 +43,7 @@ LLAMA3 = {
 }
 
 
-def case(
-  name, family, heads, kv_heads, model_dim, *, theta=500.0, marks=(), **more
-):
+def case(name, family, heads, kv_heads, model_dim, *, theta=500.0, **more):
   sizes = {
     "vocab_size": VOCABULARY,
     "hidden_size": model_dim,
@@ -59,46 +57,13 @@ def case(
     "bos_token_id": None,
     "eos_token_id": None,
   }
-  return pytest.param((family, sizes | more), id=name, marks=marks)
+  return pytest.param((family, sizes | more), id=name)
 
 
 CASES = [
   case("qwen2-7/1-tied", "Qwen2", 7, 1, 56, tie_word_embeddings=True),
-  case(
-    "qwen2-5/5",
-    "Qwen2",
-    5,
-    5,
-    40,
-    theta=1e6,
-    rms_norm_eps=1e-3,
-    marks=pytest.mark.nightly,
-  ),
   case("qwen3-3/1", "Qwen3", 3, 1, 32, head_dim=20, theta=1e6),
-  case(
-    "qwen3-5/5-tied",
-    "Qwen3",
-    5,
-    5,
-    32,
-    head_dim=10,
-    rms_norm_eps=1e-3,
-    tie_word_embeddings=True,
-    marks=pytest.mark.nightly,
-  ),
   case("llama-3/1", "Llama", 3, 1, 48, rope_parameters=LLAMA3),
-  case(
-    "llama-6/2-tied",
-    "Llama",
-    6,
-    2,
-    48,
-    head_dim=16,
-    theta=1e5,
-    rms_norm_eps=1e-3,
-    tie_word_embeddings=True,
-    marks=pytest.mark.nightly,
-  ),
   case("mistral-4/2-window", "Mistral", 4, 2, 32, sliding_window=6),
   case(
     "qwen2-4/2-windows",

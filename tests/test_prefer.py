@@ -10,12 +10,7 @@ import preference_world
 import pytest
 import test_fine_tune
 
-from jaxrl_async.assembly import initial_params
-from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
-from jaxrl_async.models import lora as lora_lib
-from jaxrl_async.models import peft_files
-from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.supervised import fine_tune
 from jaxrl_async.supervised import prefer
 from jaxrl_async.supervised import supervised
@@ -57,9 +52,7 @@ def make_config(tmp_path, start, **fields):
 
 
 @pytest.mark.slow
-def test_it_learns_and_an_interruption_changes_nothing(
-  tmp_path, start, monkeypatch
-):
+def test_it_learns_and_an_interruption_changes_nothing(tmp_path, start):
   config = make_config(tmp_path, start)
   whole = prefer.prefer(config, tmp_path / "whole")
   lines = test_fine_tune.metrics(tmp_path / "whole")
@@ -76,25 +69,8 @@ def test_it_learns_and_an_interruption_changes_nothing(
   # Trained pairs are told apart better than before, when no margin was above 0.
   assert lines[-1]["preference/accuracy"] > 0.6
 
-  steps = []
-
-  def kill_in_step_5(progress, name, done, total, text=""):
-    del progress, name, total, text
-    steps.append(done)
-    if len(steps) == 5:
-      raise RuntimeError("killed")
-
   part = tmp_path / "part"
-  with monkeypatch.context() as patch:
-    patch.setattr(supervised.progress_lib.Progress, "stage", kill_in_step_5)
-    with pytest.raises(RuntimeError, match="killed"):
-      prefer.prefer(config, part)
-  with monkeypatch.context() as patch:
-    patch.setattr(
-      supervisor_lib.StopRequest, "is_set", property(lambda self: True)
-    )
-    with pytest.raises(supervisor_lib.Interrupted, match="after step 3; the"):
-      prefer.prefer(config, part)
+  test_fine_tune.interrupt(prefer.prefer, config, part)
   again = prefer.prefer(config, part)
   assert test_fine_tune.without_time(again) == test_fine_tune.without_time(
     whole
@@ -176,22 +152,3 @@ def test_with_lora_the_reference_is_the_policy_without_adapters(
   prefer.prefer(config, tmp_path / "lora")
   first, *_ = test_fine_tune.metrics(tmp_path / "lora")
   assert first["preference/loss"] == pytest.approx(np.log(2))
-  setup = setup_lib.resolve(config, jax.devices())
-  base = jax.tree.map(np.asarray, initial_params.load(start, setup))
-  lora, adapter = peft_files.read(
-    tmp_path / "lora" / supervised.ADAPTER, setup.model
-  )
-  wanted = lora_lib.merged(lora_lib.joined(base, adapter), lora)
-  found = test_fine_tune.params(tmp_path / "lora", config)
-  jax.tree.map(np.testing.assert_array_equal, found, wanted)
-  changed = found["layers"]["query"] != base["layers"]["query"]
-  assert changed.any()
-
-
-def test_data_without_pairs_is_refused(tmp_path, start):
-  config = make_config(tmp_path, start, chosen="field:better")
-  with pytest.raises(sections.ConfigError) as refused:
-    prefer.prefer(config, tmp_path / "new")
-  message = str(refused.value)
-  assert message.startswith("preference.chosen: ")
-  assert "'better'" in message and "preference.rejected" in message

@@ -90,37 +90,3 @@ def test_a_gradient_is_the_finite_difference(name):
   width = 0.05
   slope = (loss(margins + width) - loss(margins - width)) / (2 * width)
   np.testing.assert_allclose(found[inside], slope[inside], rtol=2e-3, atol=1e-4)
-
-
-def test_the_losses_are_those_written_with_pytorch():
-  torch = pytest.importorskip("torch")
-  margins = torch.tensor(MARGINS)
-  log_sig = torch.nn.functional.logsigmoid
-  beta, eps = 0.7, 0.2
-  wanted = {
-    "conservative dpo": -log_sig(beta * margins) * (1 - eps)
-    - log_sig(-beta * margins) * eps,
-    "ipo": (margins - 1 / (2 * 0.3)) ** 2,
-    "bradley-terry": -log_sig(margins - torch.tensor(OTHERS)),
-    "steps": torch.nn.functional.binary_cross_entropy_with_logits(
-      margins, torch.tensor(LABELS), reduction="none"
-    ),
-  }
-  for name, values in wanted.items():
-    found = CASES[name][0](jnp.asarray(MARGINS, "float32"))
-    np.testing.assert_allclose(found, values.numpy(), rtol=1e-5, atol=1e-6)
-
-
-def test_without_smoothing_a_larger_margin_is_always_better_and_not_with_it():
-  margins = jnp.linspace(-5.0, 40.0, 200)
-  plain = preferences.dpo_loss(margins, beta=1.0, label_smoothing=0.0)
-  assert (jnp.diff(plain[:100]) < 0).all()
-  smooth = preferences.dpo_loss(margins, beta=1.0, label_smoothing=0.2)
-  best = float(margins[jnp.argmin(smooth)])
-  assert best == pytest.approx(math.log(0.8 / 0.2), abs=0.2)
-
-
-def test_ipo_asks_for_one_margin():
-  grad = jax.grad(lambda h: preferences.ipo_loss(h, beta=0.25))
-  assert float(grad(jnp.float32(2.0))) == 0.0
-  assert float(grad(jnp.float32(1.0))) < 0 < float(grad(jnp.float32(3.0)))

@@ -1,7 +1,5 @@
 """No slot idles while work waits, and the device does not wait for the host."""
 
-from test_scheduler import assorted
-from test_scheduler import make
 import tiny
 
 from jaxrl_async.engine import prefill
@@ -24,10 +22,8 @@ class Watched(scheduler_lib.Scheduler):
 
 
 def test_a_slot_that_ends_is_refilled_in_the_next_call():
-  scheduler = make(cls=Watched)
-  for sequence in assorted(16):
-    scheduler.submit(sequence)
-  tiny.finish(scheduler)
+  scheduler = tiny.ready(cls=Watched)
+  tiny.write_all(scheduler, tiny.assorted(16))
   results = scheduler.results
   num_refilled = 0
   for waits, now, after in zip(
@@ -46,7 +42,7 @@ def test_a_slot_that_ends_is_refilled_in_the_next_call():
 
 
 def test_slots_that_end_at_their_limits_are_refilled_however_many():
-  scheduler = make(cls=Watched)
+  scheduler = tiny.ready(cls=Watched)
   settings = sampling.SamplingSettings(ignore_eos=True)
   for number in range(16):
     sequence = tiny.sequence(tiny.prompt(5), group=number, limit=18)
@@ -68,10 +64,8 @@ def test_slots_that_end_at_their_limits_are_refilled_however_many():
 
 
 def test_the_next_call_is_dispatched_before_the_last_one_is_read():
-  scheduler = make(cls=Watched)
-  for sequence in assorted():
-    scheduler.submit(sequence)
-  tiny.finish(scheduler)
+  scheduler = tiny.ready(cls=Watched)
+  tiny.write_all(scheduler, tiny.assorted())
   *steady, last = scheduler.num_ahead
   assert set(steady) == {1}
   assert last == 0
@@ -96,12 +90,10 @@ def inserted_and_prefilled(monkeypatch, engine):
 
 def test_where_calls_block_each_sequence_is_inserted_once(monkeypatch):
   """On a CPU the host knows which slots are idle before each call."""
-  scheduler = make(cls=Watched, calls_in_flight=1)
+  scheduler = tiny.ready(cls=Watched, calls_in_flight=1)
   entries, rows = inserted_and_prefilled(monkeypatch, scheduler.engine)
-  sequences = assorted(16)
-  for sequence in sequences:
-    scheduler.submit(sequence)
-  tiny.finish(scheduler)
+  sequences = tiny.assorted(16)
+  tiny.write_all(scheduler, sequences)
   assert set(scheduler.num_ahead) == {0}
   assert sum(entries) == len(sequences)
   # A prefill waits until its rows are needed, or until it is full.
@@ -121,12 +113,8 @@ def test_where_calls_block_each_sequence_is_inserted_once(monkeypatch):
 def test_where_calls_block_the_results_are_the_same_bits():
   records = []
   for calls_in_flight in (1, 2):
-    scheduler = make(calls_in_flight=calls_in_flight)
-    sequences = assorted(16)
-    for sequence in sequences:
-      scheduler.submit(sequence)
-    tiny.finish(scheduler)
-    records.append([tiny.record(sequence) for sequence in sequences])
+    scheduler = tiny.ready(calls_in_flight=calls_in_flight)
+    records.append(tiny.write_all(scheduler, tiny.assorted(16)))
   assert records[0] == records[1]
 
 
@@ -139,7 +127,7 @@ def test_recomputing_keeps_the_prefixes_of_one_prefill_at_a_time(monkeypatch):
     kept.append(len(self._ready))
 
   monkeypatch.setattr(prefill.Prefiller, "advance", watched)
-  scheduler = make()
+  scheduler = tiny.ready()
   for number in range(4):
     sequence = tiny.sequence(tiny.prompt(5 + number), group=number, limit=30)
     sequence.settings = sampling.SamplingSettings(ignore_eos=True)

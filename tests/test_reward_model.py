@@ -218,7 +218,7 @@ def test_it_learns_which_steps_are_right(tmp_path, start):
   assert ((right[:, 1] > 0.5) == labels).mean() > 0.9
 
 
-def test_without_a_model_nothing_is_scored(tmp_path, start):
-  config = make_config(tmp_path, start)
+def test_without_a_model_nothing_is_scored(tmp_path):
+  config = make_config(tmp_path, "never read")
   with pytest.raises(sections.ConfigError, match="^workdir: .*no reward model"):
     list(reward_model.scores(config, tmp_path / "new", config.task.dataset))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import hypothesis
 from hypothesis import strategies as st
@@ -58,23 +59,24 @@ def logits():
   return logits
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-@pytest.mark.parametrize("varies", ["group", "position"])
-def test_draws_have_the_frequencies_of_the_distribution(
+@pytest.mark.parametrize(
+  ("temperature", "varies"), [(1.0, "group"), (0.5, "position"), (2.0, "group")]
+)
+def test_draws_have_the_frequencies_and_logprobs_of_the_distribution(
   logits, temperature, varies
 ):
   count = jnp.arange(NUM_DRAWS, dtype=jnp.int32)
-  if varies == "group":
-    tokens, _ = draw(logits, keys_of(count), temperature=temperature)
-  else:
-    tokens, _ = sample_at(
-      jnp.broadcast_to(jnp.asarray(logits), (NUM_DRAWS, V)),
-      keys_of(jnp.zeros_like(count)),
-      count,
-      jnp.full((NUM_DRAWS,), temperature, jnp.float32),
-    )
+  fixed = jnp.zeros_like(count)
+  tokens, logprobs = sample_at(
+    jnp.broadcast_to(jnp.asarray(logits), (NUM_DRAWS, V)),
+    keys_of(count if varies == "group" else fixed),
+    count if varies == "position" else fixed,
+    jnp.full((NUM_DRAWS,), temperature, jnp.float32),
+  )
+  expected = log_softmax(logits, temperature)
+  np.testing.assert_allclose(logprobs, expected[tokens], rtol=1e-5, atol=1e-6)
   observed = np.bincount(np.asarray(tokens), minlength=V)
-  probs = np.exp(log_softmax(logits, temperature))
+  probs = np.exp(expected)
   assert observed[3] == 0
   possible = probs > 0
   assert min(NUM_DRAWS * probs[possible]) > 5
@@ -82,18 +84,6 @@ def test_draws_have_the_frequencies_of_the_distribution(
     observed[possible], NUM_DRAWS * probs[possible] / probs.sum()
   )
   assert test.pvalue > 1e-3
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 5.0])
-def test_the_logprob_is_that_of_the_distribution_of_the_draw(
-  logits, temperature
-):
-  tokens, logprobs = draw(
-    logits, keys_of(np.arange(200)), temperature=temperature
-  )
-  expected = log_softmax(logits, temperature)[tokens]
-  assert len(set(tokens)) > 3
-  np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_temperature_zero_takes_the_largest_with_its_logprob_at_one(logits):
@@ -117,24 +107,14 @@ def uniforms(**where):
   return tokens
 
 
-@pytest.mark.parametrize(
-  "change",
-  [{"seed": 4}, {"stream": 1}, {"group": 6}, {"member": 1}, {"position": 5}],
-)
-def test_a_draw_depends_on_each_of_its_counters(change):
-  assert uniforms(**change)[0] != uniforms()[0]
-
-
-def test_counters_do_not_stand_for_one_another():
+def test_a_draw_depends_on_each_of_its_counters():
   # A sum or a product of counters would make some of these the same.
+  names = "seed", "stream", "group", "member", "position"
   draws = [
-    uniforms(stream=stream, group=group, member=member, position=position)[0]
-    for stream in range(2)
-    for group in range(2)
-    for member in range(2)
-    for position in range(2)
+    uniforms(**dict(zip(names, values, strict=True)))[0]
+    for values in itertools.product(range(2), repeat=len(names))
   ]
-  assert len(set(draws)) == 16
+  assert len(set(draws)) == 32
 
 
 def test_a_draw_depends_on_neither_row_nor_batch():
@@ -313,7 +293,6 @@ def kept_of(probs, **on):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize(
   "on",
   [
@@ -327,7 +306,7 @@ def kept_of(probs, **on):
   ],
   ids=str,
 )
-def test_what_is_kept_is_what_transformers_keeps(on, temperature):
+def test_what_is_kept_is_what_transformers_keeps(on):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   warpers = {
@@ -337,7 +316,7 @@ def test_what_is_kept_is_what_transformers_keeps(on, temperature):
   }
   # Of these rows none has a token on the edge to within rounding.
   rng = np.random.default_rng(2)
-  logits = 2 * rng.normal(size=(64, 300)).astype(np.float32) / temperature
+  logits = 2 * rng.normal(size=(64, 300)).astype(np.float32)
   scores = torch.tensor(logits)
   for name, value in on.items():
     scores = warpers[name](value)(torch.zeros((64, 0)), scores)
@@ -354,13 +333,6 @@ def test_top_p_is_of_what_top_k_left_and_min_p_comes_last():
   assert kept_of(probs, top_p=0.5, top_k=2).sum() == 1
   assert kept_of(probs, min_p=0.6).sum() == 2
   assert kept_of(probs, top_p=0.5, min_p=0.6).sum() == 2
-
-
-def test_top_p_is_enough_when_it_is_reached():
-  probs = [0.125, 0.5, 0.125, 0.25]
-  assert kept_of(probs, top_p=0.5).sum() == 1
-  assert kept_of(probs, top_p=0.75).sum() == 2
-  assert kept_of(probs, top_p=0.76).sum() == 4
 
 
 def test_equally_likely_tokens_are_kept_or_left_out_together():

@@ -6,46 +6,14 @@ import tiny
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
-from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.engine import sequence as sequence_lib
 
 KEEP, RECOMPUTE = sections.KvOnAdopt.KEEP, sections.KvOnAdopt.RECOMPUTE
-LONG_GROUPS = (0, 1, 5, 8, 9, 10, 11, 15)  # member 2 of these writes much
-
-
-def make(**options):
-  scheduler = tiny.scheduler(**options)
-  scheduler.adopt(tiny.engine_params(), 0)
-  return scheduler
-
-
-def assorted(count=11):
-  """More sequences than slots, of all lengths, no two alike."""
-  return [
-    tiny.sequence(
-      tiny.prompt(1 + 5 * i % 19, seed=i), limit=22 + i % 10, group=i
-    )
-    for i in range(count)
-  ]
-
-
-def long(group=8, length=5, **options):
-  return tiny.sequence(tiny.prompt(length), group=group, member=2, **options)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted():
-  """What `long()` is when nothing happens to it."""
-  scheduler = make()
-  scheduler.submit(long())
-  (sequence,) = tiny.finish(scheduler)
-  assert sequence.length == 24
-  return tiny.record(sequence)
 
 
 def test_every_sequence_is_written_once_and_each_token_is_counted():
-  scheduler = make()
-  sequences = assorted()
+  scheduler = tiny.ready()
+  sequences = tiny.assorted()
   for sequence in sequences:
     scheduler.submit(sequence)
   assert scheduler.num_free == 4 - len(sequences)
@@ -83,8 +51,8 @@ def test_every_sequence_is_written_once_and_each_token_is_counted():
 def test_results_do_not_depend_on_the_order_of_submission():
   results = []
   for seed in range(3):
-    scheduler = make()
-    sequences = assorted()
+    scheduler = tiny.ready()
+    sequences = tiny.assorted()
     order = np.random.default_rng(seed).permutation(len(sequences))
     for i in order:
       scheduler.submit(sequences[i])
@@ -99,13 +67,13 @@ def test_results_do_not_depend_on_the_order_of_submission():
 def test_each_cache_names_the_call_that_went_on_from_it(
   calls_in_flight, monkeypatch
 ):
-  scheduler = make(calls_in_flight=calls_in_flight)
+  scheduler = tiny.ready(calls_in_flight=calls_in_flight)
   engine, calls = scheduler.engine, []
   read = engine.read
   monkeypatch.setattr(
     engine, "read", lambda x: calls.append(read(x)) or calls[-1]
   )
-  sequences = assorted()
+  sequences = tiny.assorted()
   for sequence in sequences:
     scheduler.submit(sequence)
   scheduler.step()
@@ -133,7 +101,7 @@ def test_each_cache_names_the_call_that_went_on_from_it(
 def test_nothing_runs_before_weights_are_adopted():
   scheduler = tiny.scheduler()
   assert scheduler.version == -1
-  scheduler.submit(long())
+  scheduler.submit(tiny.long())
   with pytest.raises(ValueError, match="adopt weights"):
     scheduler.step()
 
@@ -141,35 +109,22 @@ def test_nothing_runs_before_weights_are_adopted():
 @pytest.mark.parametrize("limit", [33, 60])
 def test_a_sequence_that_does_not_fit_the_cache_is_refused(limit):
   with pytest.raises(ValueError, match="does not fit cache_tokens 32"):
-    make().submit(long(limit=limit))
+    tiny.ready().submit(tiny.long(limit=limit))
 
 
 def test_a_sequence_without_room_for_a_token_is_refused():
   with pytest.raises(ValueError, match="leave no room"):
-    make().submit(tiny.sequence(tiny.prompt(12), limit=12))
+    tiny.ready().submit(tiny.sequence(tiny.prompt(12), limit=12))
   with pytest.raises(ValueError, match="leave no room"):
-    make().submit(tiny.sequence(tiny.prompt(0), limit=12))
+    tiny.ready().submit(tiny.sequence(tiny.prompt(0), limit=12))
 
 
 def test_the_longest_prompt_gets_the_one_token_there_is_room_for():
-  scheduler = make()
+  scheduler = tiny.ready()
   sequence = tiny.sequence(tiny.prompt(31), limit=32)
-  scheduler.submit(sequence)
-  tiny.finish(scheduler)
+  tiny.write_all(scheduler, [sequence])
   assert sequence.length == 32
   assert sequence.loss_mask.sum() == 1
-
-
-def test_a_groups_prompt_is_prefilled_once():
-  scheduler = make()
-  prompt = tiny.prompt(9)
-  for member in range(4):
-    scheduler.submit(tiny.sequence(prompt, member=member, group=8))
-  scheduler.step()
-  assert scheduler.stats.prefill_tokens == 9
-  members = scheduler.sequences() or []
-  tiny.finish(scheduler)
-  assert len({tuple(s.tokens) for s in members}) == len(members) > 1
 
 
 def test_members_that_wait_for_a_slot_share_the_groups_prefill():
@@ -186,7 +141,7 @@ def test_members_that_wait_for_a_slot_share_the_groups_prefill():
     ended += tiny.finish(scheduler)
     return sorted((s.group, s.member, tuple(s.tokens)) for s in ended)
 
-  shared, alone = make(), make()
+  shared, alone = tiny.ready(), tiny.ready()
   assert write(shared, True) == write(alone, False)
   assert shared.stats.prefill_tokens == 17 + 18
   assert not shared._prefiller._ready
@@ -194,7 +149,7 @@ def test_members_that_wait_for_a_slot_share_the_groups_prefill():
 
 
 def test_members_that_enter_after_an_adoption_are_prefilled_anew():
-  scheduler = make()
+  scheduler = tiny.ready()
   for member in range(tiny.SIZES.num_slots + 1):
     scheduler.submit(tiny.sequence(tiny.prompt(9), member=member, group=8))
   scheduler.step()
@@ -210,20 +165,14 @@ def test_members_that_enter_after_an_adoption_are_prefilled_anew():
   )
 
 
-def test_different_prompts_are_prefilled_each():
-  scheduler = make()
-  for n in (3, 4, 5, 17):
-    scheduler.submit(tiny.sequence(tiny.prompt(n)))
-  scheduler.step()
-  assert scheduler.stats.prefill_tokens == 29
-
-
 # -- interruption ----------------------------------------------------------
 
 
 def test_recomputed_sequences_have_the_logprobs_of_each_tokens_version():
-  scheduler = make(kv_on_adopt=RECOMPUTE)
-  sequences = [long(group, length=3 + group % 4) for group in LONG_GROUPS[:4]]
+  scheduler = tiny.ready(kv_on_adopt=RECOMPUTE)
+  sequences = [
+    tiny.long(group, length=3 + group % 4) for group in tiny.LONG_GROUPS[:4]
+  ]
   for sequence in sequences:
     scheduler.submit(sequence)
   ended, recomputed = [], 0
@@ -257,9 +206,9 @@ def test_recomputed_sequences_have_the_logprobs_of_each_tokens_version():
   assert np.abs(first - last).max() > 0.1
 
 
-def test_kept_caches_serve_the_new_weights(uninterrupted):
-  scheduler = make(kv_on_adopt=KEEP)
-  sequence = long()
+def test_kept_caches_serve_the_new_weights():
+  scheduler = tiny.ready(kv_on_adopt=KEEP)
+  sequence = tiny.long()
   scheduler.submit(sequence)
   scheduler.step()
   prefilled = scheduler.stats.prefill_tokens
@@ -272,7 +221,7 @@ def test_kept_caches_serve_the_new_weights(uninterrupted):
   # One call was read and one on its way.
   assert t.policy_versions[5:13].tolist() == [0] * 8
   assert (t.policy_versions[13:] == 1).all()
-  assert t.behavior_logprobs[:13].tolist() == uninterrupted[2][:13]
+  assert t.behavior_logprobs[:13].tolist() == tiny.long_alone().logprobs[:13]
   logprobs = t.behavior_logprobs[13:]
   np.testing.assert_allclose(logprobs, mixed_logprobs(t.tokens)[13:], atol=1e-4)
   fresh = tiny.trainer_logprobs(tiny.params(1), [t.tokens])[0][13:]
@@ -321,53 +270,35 @@ def mixed_logprobs(tokens, switch=12):
 
 
 @pytest.mark.parametrize("kv_on_adopt", [KEEP, RECOMPUTE])
-def test_adopting_the_same_weights_changes_versions_alone(
-  uninterrupted, kv_on_adopt
-):
-  scheduler = make(kv_on_adopt=kv_on_adopt)
-  sequence = long()
+def test_adopting_the_same_weights_changes_versions_alone(kv_on_adopt):
+  scheduler = tiny.ready(kv_on_adopt=kv_on_adopt)
+  sequence = tiny.long()
   scheduler.submit(sequence)
   for version in (1, 2):
     scheduler.step()
     scheduler.adopt(tiny.engine_params(version), version)
   tiny.finish(scheduler)
-  tokens, mask, logprobs, versions, reason = tiny.record(sequence)
-  assert (tokens, mask, reason) == (*uninterrupted[:2], uninterrupted[4])
-  assert versions == [-1] * 5 + [0] * 8 + [1] * 8 + [2] * 3
+  found, expected = tiny.record(sequence), tiny.long_alone()
+  versions = [-1] * 5 + [0] * 8 + [1] * 8 + [2] * 3
+  assert found == expected._replace(versions=versions, logprobs=found.logprobs)
   if kv_on_adopt is KEEP:
-    assert logprobs == uninterrupted[2]
+    assert found.logprobs == expected.logprobs
   else:
-    np.testing.assert_allclose(logprobs, uninterrupted[2], atol=1e-4)
-
-
-def test_what_waits_when_weights_change_is_of_the_new_version_alone():
-  scheduler = make()
-  sequences = assorted(12)
-  for sequence in sequences:
-    scheduler.submit(sequence)
-  scheduler.step()
-  scheduler.adopt(tiny.engine_params(3), 3)
-  waiting = [s for s in scheduler.sequences() if not s.loss_mask.any()]
-  tiny.finish(scheduler)
-  assert waiting
-  for sequence in waiting:
-    assert set(sequence.policy_versions[sequence.loss_mask]) == {3}
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
 
 
 # -- cancelling and resuming -----------------------------------------------
 
 
-def test_a_cancelled_owners_slots_are_free_and_others_are_unaffected(
-  uninterrupted,
-):
-  scheduler = make()
+def test_a_cancelled_owners_slots_are_free_and_others_are_unaffected():
+  scheduler = tiny.ready()
   mine, others = (sequence_lib.Owner("test", n) for n in range(2))
   for group in (0, 1, 5):
-    scheduler.submit(long(group, owner=mine))
-  survivor = long(owner=others)
+    scheduler.submit(tiny.long(group, owner=mine))
+  survivor = tiny.long(owner=others)
   scheduler.submit(survivor)
   for group in (9, 10):
-    scheduler.submit(long(group, owner=mine))
+    scheduler.submit(tiny.long(group, owner=mine))
   scheduler.step()
   before = scheduler.stats.generated_tokens
   running = sum(s.owner == mine for s in scheduler.sequences())
@@ -375,28 +306,24 @@ def test_a_cancelled_owners_slots_are_free_and_others_are_unaffected(
   assert scheduler.cancel(mine) == 0
   assert scheduler.num_free == 3
   assert scheduler.sequences() == [survivor]
-  later = [long(11), tiny.sequence(tiny.prompt(7), group=30)]
+  later = [tiny.long(11), tiny.sequence(tiny.prompt(7), group=30)]
   scheduler.step()
   assert scheduler.stats.generated_tokens == before + 4
   for sequence in later:
     scheduler.submit(sequence)
   ended = tiny.finish(scheduler)
   assert {id(s) for s in ended} == {id(s) for s in (survivor, *later)}
-  assert tiny.record(survivor) == uninterrupted
-  alone = make()
-  expected = [long(11), tiny.sequence(tiny.prompt(7), group=30)]
-  for sequence in expected:
-    alone.submit(sequence)
-  tiny.finish(alone)
+  assert tiny.record(survivor) == tiny.long_alone()
+  alone = tiny.ready()
+  expected = [tiny.long(11), tiny.sequence(tiny.prompt(7), group=30)]
+  tiny.write_all(alone, expected)
   assert [tiny.record(s) for s in later] == [tiny.record(s) for s in expected]
 
 
 @pytest.mark.parametrize("num_calls", [1, 2, 3])
-def test_a_recorded_half_is_continued_with_the_same_tokens(
-  uninterrupted, num_calls
-):
-  scheduler = make()
-  scheduler.submit(long())
+def test_a_recorded_half_is_continued_with_the_same_tokens(num_calls):
+  scheduler = tiny.ready()
+  scheduler.submit(tiny.long())
   for _ in range(num_calls):
     assert not scheduler.step()
   (half,) = scheduler.sequences()
@@ -405,19 +332,18 @@ def test_a_recorded_half_is_continued_with_the_same_tokens(
   assert t.num_completion_tokens == 4 * num_calls
   continued = tiny.sequence(t.tokens, group=8, member=2)
   continued.resume(t)
-  other = make()
+  other = tiny.ready()
   other.submit(continued)
   other.submit(tiny.sequence(tiny.prompt(4)))
   tiny.finish(other)
-  tokens, mask, logprobs, versions, reason = tiny.record(continued)
-  assert (tokens, mask) == uninterrupted[:2]
-  assert (versions, reason) == uninterrupted[3:]
-  np.testing.assert_allclose(logprobs, uninterrupted[2], atol=1e-4)
+  found, expected = tiny.record(continued), tiny.long_alone()
+  assert found == expected._replace(logprobs=found.logprobs)
+  np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
 
 
 def test_a_trajectory_is_a_copy():
-  scheduler = make()
-  sequence = long()
+  scheduler = tiny.ready()
+  sequence = tiny.long()
   scheduler.submit(sequence)
   scheduler.step()
   t = sequence.trajectory()
@@ -426,10 +352,6 @@ def test_a_trajectory_is_a_copy():
   assert len(t.tokens) == length < sequence.length
   t.tokens[:] = -1
   assert sequence.tokens.min() >= 0
-
-
-def test_the_counts_start_at_zero():
-  assert tiny.scheduler().stats == scheduler_stats.SchedulerStats()
 
 
 # -- the loop itself -------------------------------------------------------
@@ -444,13 +366,13 @@ def test_the_loop_makes_no_eager_jax_call(monkeypatch, sizes):
   from jax._src import core
 
   def work():
-    scheduler = make(**sizes)
-    for sequence in assorted():
+    scheduler = tiny.ready(**sizes)
+    for sequence in tiny.assorted():
       scheduler.submit(sequence)
     scheduler.step()
     scheduler.adopt(params, 1)
     owner = sequence_lib.Owner("test", 0)
-    for sequence in [long(8, owner=owner), long(9)]:
+    for sequence in [tiny.long(8, owner=owner), tiny.long(9)]:
       scheduler.submit(sequence)
     scheduler.step()
     scheduler.cancel(owner)

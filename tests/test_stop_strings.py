@@ -153,18 +153,6 @@ def test_any_tokens_give_the_text_of_decoding_them_all(
   check(load(name), tokens, strings, sizes)
 
 
-@pytest.mark.parametrize("name", ["characters", *byte_level.NAMES])
-def test_a_stop_string_is_found_across_calls(name):
-  tokenizer = load(name)
-  tokens = tokenizer.encode("one two\n\nthree").tolist()
-  stops = stop_strings.StopStrings(tokenizer, ["\n\nt"])
-  counts = [stops(np.array([token])) for token in tokens]
-  end = next(i for i, count in enumerate(counts) if count is not None)
-  assert counts[end] == 1
-  assert "\n\nt" in tokenizer.decode(tokens[: end + 1])
-  assert "\n\nt" not in tokenizer.decode(tokens[:end])
-
-
 @byte_level_tokenizers
 def test_half_a_character_is_never_shown(name):
   tokenizer = load(name)
@@ -190,13 +178,6 @@ def test_a_possible_beginning_is_held_back_and_given_when_it_was_none():
   assert shown.has_stopped
   assert shown.add(tokenizer.encode("more")) == ""
   assert shown.finish() == ""
-
-
-def test_what_is_held_back_at_the_end_is_given():
-  tokenizer = load("characters")
-  shown = stop_strings.CompletionText(tokenizer, ["END"])
-  assert shown.add(tokenizer.encode("the EN")) == "the "
-  assert shown.finish() == "EN"
 
 
 @pytest.mark.parametrize("name", [*byte_level.NAMES, *LLAMA])

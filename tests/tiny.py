@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 from jax import numpy as jnp
@@ -280,11 +281,44 @@ def sequence(
   )
 
 
+LONG_GROUPS = (0, 1, 5, 8, 9, 10, 11, 15)  # member 2 of these writes much
+
+
+def long(group=8, length=5, **options):
+  """A sequence of many tokens."""
+  return sequence(prompt(length), group=group, member=2, **options)
+
+
+@functools.cache
+def long_alone():
+  """What `long()` is when nothing happens to it."""
+  (written,) = write_all(ready(), [long()])
+  return written
+
+
+def assorted(count=11):
+  """More sequences than slots, no two alike; two prompts are equally long."""
+  lengths = [1 + 5 * min(i, count - 2) % 19 for i in range(count)]
+  return [
+    sequence(prompt(length, seed=i), limit=22 + i % 10, group=i)
+    for i, length in enumerate(lengths)
+  ]
+
+
+class Record(NamedTuple):
+  """Everything that a sequence says, comparable bit for bit."""
+
+  tokens: list
+  loss_mask: list
+  logprobs: list
+  versions: list
+  finish_reason: types.FinishReason | None
+
+
 def record(sequence):
-  """Everything written, comparable bit for bit."""
   t = sequence.trajectory()
   arrays = t.tokens, t.loss_mask, t.behavior_logprobs, t.policy_versions
-  return *(a.tolist() for a in arrays), t.finish_reason
+  return Record(*(a.tolist() for a in arrays), t.finish_reason)
 
 
 def finish(scheduler, max_calls=200):
@@ -295,6 +329,14 @@ def finish(scheduler, max_calls=200):
       return ended
     ended += scheduler.step()
   raise AssertionError(f"{len(scheduler.sequences())} sequences do not end")
+
+
+def write_all(scheduler, sequences):
+  """Submits all, steps until nothing is left, and returns the records."""
+  for each in sequences:
+    scheduler.submit(each)
+  finish(scheduler)
+  return [record(each) for each in sequences]
 
 
 def input_dependence(model, stacked_params, tokens, segment_ids):
