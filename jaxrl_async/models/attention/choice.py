@@ -35,8 +35,7 @@ from jaxrl_async.models.attention import packed_attention
 from jaxrl_async.models.attention import paged_attention
 from jaxrl_async.models.attention import reference
 
-# The setting that names the kernel of the engine.
-_ROLLOUT = "rollout.attention"
+_ROLLOUT = "rollout.attention"  # the setting, for messages
 # Kernels by platform, in the order in which they are tried.
 PACKED = {"gpu": ("tokamax", "cudnn", "pallas_gpu"), "tpu": ("splash",)}
 PREFILL = {"gpu": ("cudnn",), "tpu": ("splash",)}
@@ -639,7 +638,7 @@ def for_engine(
 
 def _pick_decode(
   wanted: str,
-  heads: Heads,
+  own: Heads,  # those that one device holds
   *,
   slots: tuple[int, int],
   pages: tuple[int, int],
@@ -648,13 +647,7 @@ def _pick_decode(
   dtype: jnp.dtype,
   device: Any,
 ) -> tuple[str, dict[str, str]]:
-  """Return what decodes from pages, and why others do not; see `for_engine`.
-
-  Args:
-    wanted: as in `for_engine`, like `slots` and `pages`.
-    heads: of one device.
-    held: returns how many of an axis one device holds.
-  """
+  """Return what decodes from pages, and why others do not; see `for_engine`."""
   (num_slots, cache_tokens), (num_pages, page_tokens) = slots, pages
   window = next(iter({*windows_within(cache_tokens)} - {None}), None)
   return _pick(
@@ -666,7 +659,7 @@ def _pick_decode(
       for name, attend in paged_attention.IMPLEMENTATIONS.items()
     },
     lambda: decode_trial(
-      heads,
+      own,
       slots=held("batch", num_slots),
       num_pages=num_pages,
       page_tokens=page_tokens,
