@@ -287,3 +287,15 @@ def test_the_overlong_filter_learns_nothing_from_what_was_cut_off():
     )
   )
   assert totals["num_trajectories"] == len(groups)
+
+
+def test_rewards_are_shaped_before_they_are_compared():
+  section = sections.AlgorithmSection(
+    advantage_scale=sections.AdvantageScale.NONE,
+    reward_bias=1.0,
+    reward_scale=2.0,
+    reward_clip=3.0,
+  )
+  # 1 becomes 4, which is bounded by 3, and 0 becomes 2.
+  found = algorithm_lib.advantages(section)(groups_of([[1.0, 0.0]]), 0)
+  np.testing.assert_allclose(found, [0.5, -0.5])

@@ -124,10 +124,11 @@ def test_a_config_survives_json():
   config_checks.validate(read, 2)
 
 
-def test_fields_that_a_stored_config_lacks_take_their_defaults():
-  values = config_json.to_stored(changed_config())
-  del values["train"]["vocab_chunk"], values["transfer"]
-  assert config_json.from_stored(values) == changed_config()
+def test_a_stored_config_that_lacks_a_field_is_refused():
+  values = config_json.to_stored(sections.Config())
+  del values["train"]["vocab_chunk"]
+  with pytest.raises(sections.ConfigError, match="^train.vocab_chunk: .*miss"):
+    config_json.from_stored(values)
 
 
 def test_a_stored_config_with_other_fields_is_refused():

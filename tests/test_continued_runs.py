@@ -128,15 +128,6 @@ CASES = {
       "reward_clip": 20.0,
       "overlong_filter": True,
       "entropy_coef": 1e-3,
-      "schedules": config_dict.ConfigDict(
-        {
-          "entropy_coef": {
-            "schedule": "linear_schedule",
-            "end_value": 0.0,
-            "transition_steps": 4,
-          }
-        }
-      ),
     },
     "train.optimizer": {
       "rate_schedule": config_dict.ConfigDict(

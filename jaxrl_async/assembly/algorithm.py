@@ -1,17 +1,15 @@
 """The algorithm that a config describes: advantages, stages and the loss."""
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import functools
 from typing import Any
 
-from jaxtyping import Array, Float
+from jaxtyping import Float
 import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.algorithms import advantages as advantages_lib
 from jaxrl_async.algorithms import losses
-from jaxrl_async.assembly import schedules
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import algorithm_section
 from jaxrl_async.config import sections
@@ -27,33 +25,10 @@ from jaxrl_async.training import train_step
 def policy_loss(config: sections.Config) -> objectives.Loss:
   """Return the loss that the config describes, with its penalties.
 
-  Fields with a schedule have the value of the train step, which is the version
-  of the weights before it.
-
   Raises:
     ConfigError: `algorithm.loss` names a function that cannot be imported.
   """
-  entries = config.algorithm.schedules
-  if not entries:
-    return _policy_loss(config, config.algorithm, config.critic)
-  section_at = schedules.at_step(config.algorithm, entries)
-  critic_at = schedules.at_step(config.critic, entries)
-
-  def loss(
-    micro: objectives.Microbatch,
-  ) -> tuple[Float[Array, ""], objectives.Sums]:
-    step = micro.policy_version
-    return _policy_loss(config, section_at(step), critic_at(step))(micro)
-
-  return loss
-
-
-def _policy_loss(
-  config: sections.Config,
-  section: sections.AlgorithmSection,
-  critic: sections.CriticSection,
-) -> objectives.Loss:
-  """Return the loss of two sections, some numbers of which may be arrays."""
+  section, critic = config.algorithm, config.critic
   average = objectives.aggregate(
     section.aggregation,
     section.aggregation_tokens or config.rollout.max_completion_tokens,
@@ -66,7 +41,7 @@ def _policy_loss(
         floor=section.behavior_weight_floor,
         cap=section.behavior_weight_cap,
         cap_mode=section.behavior_weight_cap_mode,
-        has_second_moment=config.algorithm.second_moment_bound > 0,
+        has_second_moment=section.second_moment_bound > 0,
         sequence_kl_bound=section.sequence_kl_bound,
       ),
       average,
@@ -116,29 +91,8 @@ def _objective(section: sections.AlgorithmSection) -> objectives.TokenObjective:
 
 
 def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
-  """Return the stages that the loss needs, in their order.
-
-  Fields with a schedule have the value of the train step.
-  """
+  """Return the stages that the loss needs, in their order."""
   section = setup.config.algorithm
-  found = _stages(setup, section)
-  if not section.schedules:
-    return found
-  at = schedules.at_step(section, section.schedules)
-
-  def scheduled(i: int, stage: train_step.Stage) -> train_step.Stage:
-    def run(given: train_step.Given) -> train_step.Fields:
-      return _stages(setup, at(given.version))[i].fields(given)
-
-    return dataclasses.replace(stage, fields=run)
-
-  return [scheduled(i, stage) for i, stage in enumerate(found)]
-
-
-def _stages(
-  setup: setup_lib.Setup, section: sections.AlgorithmSection
-) -> list[train_step.Stage]:
-  """Return the stages of a section, some numbers of which may be arrays."""
   critic = setup.config.critic
   found = []
   if section.proximal is sections.ProximalMode.RECOMPUTE:
@@ -205,14 +159,13 @@ def advantages(section: sections.AlgorithmSection) -> packing.MakeAdvantages:
     scale = sections.AdvantageScale.NONE  # the stage divides
   if section.advantage not in algorithm_section.ADVANTAGES:
     own = _imported("algorithm.advantage", section.advantage)
-  now = _at_step(section)
 
   def of_groups(
     groups: Sequence[types.RolloutGroup], step: int
   ) -> packing.Advantages:
     trajectories = [t for group in groups for t in group.trajectories]
     scores = np.array([t.score for t in trajectories], np.float64)
-    rewards = _shaping(now(step))(scores)
+    rewards = _shaping(section)(scores)
     group_ids = np.repeat(
       np.arange(len(groups)), [len(g.trajectories) for g in groups]
     )
@@ -221,7 +174,7 @@ def advantages(section: sections.AlgorithmSection) -> packing.MakeAdvantages:
     if section.advantage == "segment":
       return advantages_lib.segment_advantages(
         rewards,
-        _token_scores(trajectories, now(step).reward_scale),
+        _token_scores(trajectories, section.reward_scale),
         [t.loss_mask for t in trajectories],
         group_ids,
         len(groups),
@@ -301,25 +254,17 @@ def fields(section: sections.AlgorithmSection) -> packing.MakeFields:
   """Return the function that makes the further fields of a batch."""
   if section.advantage != "gae":
     return lambda trajectories, step: packing.reward_fields(trajectories)
-  now = _at_step(section)
 
   def of_trajectories(
     trajectories: Sequence[types.Trajectory], step: int
   ) -> dict[str, list[Float[np.ndarray, "_"]]]:
     return episodes.fields(
       trajectories,
-      shaped=_shaping(now(step)),
-      token_scale=now(step).reward_scale,
+      shaped=_shaping(section),
+      token_scale=section.reward_scale,
     )
 
   return of_trajectories
-
-
-def _at_step(
-  section: sections.AlgorithmSection,
-) -> Callable[[int], sections.AlgorithmSection]:
-  """Return what gives the section with the numbers of a train step."""
-  return schedules.at_step(section, section.schedules, on_host=True)
 
 
 def _shaping(

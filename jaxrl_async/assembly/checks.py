@@ -11,7 +11,7 @@ from jaxrl_async.assembly import config_checks
 from jaxrl_async.assembly import device_checks
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import question_sets
-from jaxrl_async.assembly import schedules
+from jaxrl_async.assembly import rate_schedules
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
@@ -78,7 +78,7 @@ def checked(
     config, devices, source=source, device_bytes=device_bytes
   )
   algorithm_lib.check(config.algorithm)
-  schedules.check(config)
+  rate_schedules.check(config)
   _check_stop_tokens(setup)
   initial_params.check(setup)
   device_checks.check_sharding(setup)

@@ -5,8 +5,6 @@ import dataclasses
 import enum
 from typing import Any
 
-from ml_collections import config_dict
-
 from jaxrl_async.config import optimizer_section
 from jaxrl_async.config import setting as setting_lib
 from jaxrl_async.config.setting import section
@@ -238,31 +236,23 @@ class AlgorithmSection:
   loss: str = setting("ppo")
   """One of `LOSSES`, or module:function of a function of a
   `training.objectives.Microbatch`."""
-  clip_low: float = setting(
-    0.2, low=0, high=1, schedule=setting_lib.Schedule.FREE, unread=(_CLIP,)
-  )
+  clip_low: float = setting(0.2, low=0, high=1, unread=(_CLIP,))
   """The ratio of ppo, coupled_ppo, gspo and cispo is clipped at 1 - clip_low
   from below. 1 sets no lower bound."""
-  clip_high: float = setting(
-    0.2, low=0, schedule=setting_lib.Schedule.FREE, unread=(_CLIP,)
-  )
+  clip_high: float = setting(0.2, low=0, unread=(_CLIP,))
   """It is clipped at 1 + clip_high from above."""
-  dual_clip: float = setting(
-    0.0, low=0, schedule=setting_lib.Schedule.BOUND, unread=(_DUAL_CLIP,)
-  )
+  dual_clip: float = setting(0.0, low=0, unread=(_DUAL_CLIP,))
   """With a negative advantage, the objective of ppo and coupled_ppo is at least
   dual_clip times the advantage; 0 sets no such bound."""
   sapo_positive: float = setting(
     1.0,
     low=setting_lib.MIN_FLOAT,
-    schedule=setting_lib.Schedule.FREE,
     unread=(_GATE,),
   )
   """Temperature of sapo's gate where the advantage is positive."""
   sapo_negative: float = setting(
     1.05,
     low=setting_lib.MIN_FLOAT,
-    schedule=setting_lib.Schedule.FREE,
     unread=(_GATE,),
   )
   """Temperature of sapo's gate elsewhere."""
@@ -280,14 +270,12 @@ class AlgorithmSection:
     0.0,
     low=0,
     high=1,
-    schedule=setting_lib.Schedule.FREE,
     unread=(_CORRECTION, _WEIGHT),
   )
   """Smallest behavior weight that is used unchanged."""
   behavior_weight_cap: float = setting(
     5.0,
     low=1,
-    schedule=setting_lib.Schedule.FREE,
     unread=(_CORRECTION, _WEIGHT),
   )
   """Largest behavior weight that is used unchanged."""
@@ -295,14 +283,10 @@ class AlgorithmSection:
     BehaviorWeightCapMode.MASK, unread=(_CORRECTION, _WEIGHT)
   )
   """What happens to tokens whose behavior weight is out of bounds."""
-  second_moment_bound: float = setting(
-    0.0, low=0, schedule=setting_lib.Schedule.BOUND, unread=(_CORRECTION,)
-  )
+  second_moment_bound: float = setting(0.0, low=0, unread=(_CORRECTION,))
   """M2PO's bound on the mean squared log-ratio of proximal and behavior policy,
   beyond which tokens are left out; 0 sets none."""
-  sequence_kl_bound: float = setting(
-    0.0, low=0, schedule=setting_lib.Schedule.BOUND, unread=(_CORRECTION,)
-  )
+  sequence_kl_bound: float = setting(0.0, low=0, unread=(_CORRECTION,))
   """Trajectories with a negative advantage are left out if the mean log-ratio
   of behavior and current policy is above; 0 keeps all."""
   advantage: str = setting("group")
@@ -313,29 +297,20 @@ class AlgorithmSection:
   nothing from rewards, and needs a teacher."""
   advantage_scale: AdvantageScale = setting(AdvantageScale.STD)
   """What advantages are divided by."""
-  gamma: float = setting(
-    1.0, low=0, high=1, schedule=setting_lib.Schedule.FREE, unread=(_GAE,)
-  )
+  gamma: float = setting(1.0, low=0, high=1, unread=(_GAE,))
   """Discount per token of gae."""
-  gae_lambda: float = setting(
-    1.0, low=0, high=1, schedule=setting_lib.Schedule.FREE, unread=(_GAE,)
-  )
+  gae_lambda: float = setting(1.0, low=0, high=1, unread=(_GAE,))
   """How much gae trusts rewards over values: 1 takes the whole return, 0 the
   next value."""
-  reward_bias: float = setting(
-    0.0, schedule=setting_lib.Schedule.FREE, unread=(_REWARDS,)
-  )
+  reward_bias: float = setting(0.0, unread=(_REWARDS,))
   """Is added to each reward."""
   reward_scale: float = setting(
     1.0,
     low=setting_lib.MIN_FLOAT,
-    schedule=setting_lib.Schedule.FREE,
     unread=(_REWARDS,),
   )
   """The sum is multiplied by this."""
-  reward_clip: float = setting(
-    0.0, low=0, schedule=setting_lib.Schedule.BOUND, unread=(_REWARDS,)
-  )
+  reward_clip: float = setting(0.0, low=0, unread=(_REWARDS,))
   """Largest absolute value of the result; 0 sets no bound."""
   overlong_filter: bool = setting(False)
   """Nothing is learned from trajectories that were cut off at a limit of
@@ -357,7 +332,6 @@ class AlgorithmSection:
     0.0,
     low=0,
     fixed="the checkpoint holds a reference, or none if it was 0",
-    schedule=setting_lib.Schedule.COEFFICIENT,
   )
   """Coefficient of the divergence from the reference, which begins as the
   policy before the first train step; 0 keeps no reference."""
@@ -366,9 +340,7 @@ class AlgorithmSection:
   kl_in_reward: bool = setting(False, unread=(_REFERENCE,))
   """The divergence of a token is subtracted from its reward, instead of being
   added to the loss. It needs the estimator k1."""
-  kl_reward_clip: float = setting(
-    0.0, low=0, schedule=setting_lib.Schedule.BOUND, unread=(_IN_REWARD,)
-  )
+  kl_reward_clip: float = setting(0.0, low=0, unread=(_IN_REWARD,))
   """Largest absolute value of the estimate of a token in the reward; 0 sets no
   bound."""
   reference_every: int = setting(
@@ -394,15 +366,8 @@ class AlgorithmSection:
     unread=(_REFERENCE,),
   )
   """Keep the reference in host memory between its uses."""
-  entropy_coef: float = setting(
-    0.0, low=0, schedule=setting_lib.Schedule.COEFFICIENT
-  )
+  entropy_coef: float = setting(0.0, low=0)
   """Coefficient of the bonus for the policy's entropy."""
-  schedules: config_dict.ConfigDict = setting(config_dict.ConfigDict)
-  """Fields of the loss that change with the train step, by name; value_coef and
-  value_clip are those of the critic. Each entry has `schedule`, one of
-  `SCHEDULES`, and its arguments. It begins with the field's own value, or rises
-  to it from 0, by default."""
   teacher: str = setting(
     "",
     directory="use one in Hugging Face's format, or WORKDIR/params of"
@@ -413,9 +378,7 @@ class AlgorithmSection:
   learns by its logprobs of what the policy writes: one in Hugging Face format,
   of any size, or parameters of the policy's architecture that `launch/sft.py`
   wrote. "" is none."""
-  distill_coef: float = setting(
-    0.0, low=0, schedule=setting_lib.Schedule.COEFFICIENT
-  )
+  distill_coef: float = setting(0.0, low=0)
   """Coefficient of the teacher's part of the advantages."""
 
 
@@ -442,13 +405,10 @@ class CriticSection:
     0.2,
     low=0,
     free=setting_lib.IN_THE_LOSS,
-    schedule=setting_lib.Schedule.BOUND,
   )
   """Bound on how far a prediction gains by moving within a train step, in
   normalised units; 0 sets none."""
-  value_coef: float = setting(
-    0.5, low=0, free=setting_lib.IN_THE_LOSS, schedule=setting_lib.Schedule.FREE
-  )
+  value_coef: float = setting(0.5, low=0, free=setting_lib.IN_THE_LOSS)
   """Coefficient of the value loss beside the policy's."""
   warmup_steps: int = setting(
     0, low=0, fixed="the policy's learning rate counts from its end"

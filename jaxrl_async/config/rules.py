@@ -28,14 +28,6 @@ _ANCHORED = ("ppo", "gspo", "cispo", "sapo")
 _EVALUATIONS = ("held_out", "greedy")
 # A host and a port; the host may be an IPv6 address in brackets.
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}")
-# Of numbers that a reader may look for: why they have no schedule.
-_NO_SCHEDULE = {
-  "learning_rate": "rate_schedule of its optimizer is its schedule",
-  "max_staleness": "staleness_control moves it",
-  "temperature": "stored logprobs are of tokens drawn at it",
-  "reference_decay": "the stored reference is an average with that weight",
-  "normalize_decay": "the stored critic's unit is an average with that weight",
-}
 
 
 def check(config: sections.Config) -> None:
@@ -44,13 +36,13 @@ def check(config: sections.Config) -> None:
   Raises:
     ConfigError: one line that names the field and a correct value.
   """
-  made, unread = fields_lib.settled(config), fields_lib.unread(config)
+  made = fields_lib.settled(config)
   for of in (
     *(_lengths, _pages, _prompts, _rewards, _adapters, _beside, _cluster),
     *(_updates, _loss, _advantage, _reference, _equal_rewards, _bound, _rates),
+    _schedules,
   ):
     _require(of(made))
-  _require(_schedules(made, unread))
 
 
 def check_preference(config: sections.Config) -> None:
@@ -503,46 +495,8 @@ def _rates(config: sections.Config) -> Iterator[Rule]:
     )
 
 
-def schedules() -> dict[str, setting_lib.Schedule]:
-  """Return the fields that may have a schedule, by name."""
-  usual = sections.Config()
-  return {
-    field.path: field.known.schedule
-    for section in (usual.algorithm, usual.critic)
-    for field in fields_lib.walk(section)
-    if field.known.schedule is not setting_lib.Schedule.NONE
-  }
-
-
-def _schedules(
-  config: sections.Config, unread: dict[str, str]
-) -> Iterator[Rule]:
-  """Yield rules of the names in schedules; `run.schedules` tries their values.
-
-  Those of `algorithm.schedules` count train steps, and the `rate_schedule` of
-  an optimizer counts updates.
-  """
-  path, known = "algorithm.schedules", schedules()
-  for field, entry in config.algorithm.schedules.to_dict().items():
-    yield (
-      field in known,
-      path,
-      f"{sections.shown(field)} has none"
-      f" ({_NO_SCHEDULE.get(field, 'it is not a number of the loss')}); use"
-      f" one of {', '.join(known)}",
-    )
-    yield from _schedule(f"{path}: {field}", entry)
-    of = "critic" if hasattr(config.critic, field) else "algorithm"
-    name = f"{of}.{field}"
-    yield (
-      known[field] is setting_lib.Schedule.FREE
-      or getattr(getattr(config, of), field) != 0,
-      path,
-      f"{field}: {name}=0 leaves it out of the loss, with any schedule; use"
-      f" another {name}, and an init_value of 0 if it is to start there",
-    )
-    reason = unread.get(name, "")
-    yield not reason, path, f"{field}: it has no effect, because {reason}"
+def _schedules(config: sections.Config) -> Iterator[Rule]:
+  """Yield rules of the names in schedules; `assembly.checks` tries values."""
   for name in TRAINED:
     entry = getattr(config, name).optimizer.rate_schedule.to_dict()
     if entry:

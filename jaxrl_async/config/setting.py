@@ -7,7 +7,6 @@ What holds between settings is in `rules`.
 
 from collections.abc import Callable
 import dataclasses
-import enum
 import threading
 from typing import Any
 
@@ -48,20 +47,6 @@ WARM_START = "the stored weights came of it"
 HELD_OUT = "accuracies before and after could not be compared"
 
 
-class Schedule(enum.Enum):
-  """Whether a setting may change with the train step (`algorithm.schedules`).
-
-  A BOUND of 0 is none, which no schedule may reach. A COEFFICIENT of 0 leaves
-  its term out of the loss; a schedule may reach 0, if the field itself is
-  another number.
-  """
-
-  NONE = enum.auto()
-  FREE = enum.auto()
-  BOUND = enum.auto()
-  COEFFICIENT = enum.auto()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
   """What is known of a setting.
@@ -82,7 +67,6 @@ class Setting:
     fixed: why it may not.
     fixed_with_groups: why it may not if the checkpoint holds groups that were
       not trained.
-    schedule: whether it may follow a schedule.
     of_answers: whether the answers of an evaluation, or their scores, depend on
       it.
     unread: returns why nothing reads it, "" if something does; called with its
@@ -101,7 +85,6 @@ class Setting:
   free: str = ""
   fixed: str = ""
   fixed_with_groups: str = ""
-  schedule: Schedule = Schedule.NONE
   of_answers: bool = False
   unread: tuple[Callable[[Any, Any], str], ...] = ()
 

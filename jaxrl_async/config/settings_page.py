@@ -14,15 +14,13 @@ from typing import Any
 
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
-from jaxrl_async.config import setting as setting_lib
 
 _HEAD = """# All settings
 
 Made from the source by `python -m jaxrl_async.config.settings_page`; a test
 compares the two. A config file sets `config.SECTION.NAME`, and the command line
 `--config.SECTION.NAME=VALUE`. "Resumed" says whether a run may go on from a
-checkpoint with another value, and why. A setting with "schedule" may follow one
-over the train steps (`algorithm.schedules`)."""
+checkpoint with another value, and why."""
 
 
 def page() -> str:
@@ -126,8 +124,6 @@ def _values(field: fields_lib.Field) -> str:
     words.append(fields_lib.range_of(known))
   elif field.kind is bool:
     words.append("True, False")
-  if known.schedule is not setting_lib.Schedule.NONE:
-    words.append("schedule")
   return "; ".join(words)
 
 

@@ -5,7 +5,7 @@ The summary is made from the lines alone, and a checkpoint holds the totals, so
 that a later start of the run goes on counting.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -61,7 +61,6 @@ class Recorder:
     solved_score: a completion with at least this score counts as solved.
     staleness: decides from the metrics of each step; None if the bound is
       fixed.
-    scheduled: returns each field with a schedule, of completed train steps.
   """
 
   before: Mapping[str, int | float]
@@ -80,9 +79,6 @@ class Recorder:
   max_bad_updates: int
   solved_score: float
   staleness: staleness_control.StalenessControl | None = None
-  scheduled: Mapping[str, Callable[[int], Any]] = dataclasses.field(
-    default_factory=dict
-  )
 
   def __post_init__(self):
     """Prepare recording; the RL stage stands still."""
@@ -225,10 +221,6 @@ class Recorder:
     values |= self.rollout.coordinator.stream.metrics()
     values |= self.rollout.metrics()
     values |= more
-    values |= {
-      f"schedule/{field}": float(schedule(pending.step))
-      for field, schedule in self.scheduled.items()
-    }
     values |= {
       "time/step_s": step_s,
       "train/tokens_per_s": trained / step_s,

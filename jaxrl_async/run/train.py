@@ -22,7 +22,6 @@ from jaxrl_async.assembly import checks
 from jaxrl_async.assembly import device_checks
 from jaxrl_async.assembly import given as given_lib
 from jaxrl_async.assembly import initial_params
-from jaxrl_async.assembly import schedules
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.buffer import buffer as buffer_lib
 from jaxrl_async.buffer import ledger as ledger_lib
@@ -233,7 +232,6 @@ def _build(
     max_bad_updates=config.train.max_bad_updates,
     solved_score=config.task.solved_score,
     staleness=staleness,
-    scheduled=schedules.make(config),
   )
   shutdown.closes(recorder.close, config.run.join_timeout_s)
   return loop_lib.Loop(

@@ -14,9 +14,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.storage import disk
 
 NAME = "config.json"
-# Incremented when the meaning of stored values changes. Adding a field does not
-# change it: an older file then takes the field's default, which must therefore
-# reproduce the behaviour from before the field existed.
+# Incremented when the meaning of stored values changes.
 FORMAT = 1
 _FORMAT = "format"
 
@@ -28,11 +26,8 @@ class TornError(sections.ConfigError):
 def from_dict(values: dict[str, Any]) -> sections.Config:
   """Return the config that `fields.plain` wrote, before or after JSON.
 
-  Missing fields did not exist when the config was written, and take their
-  defaults.
-
   Raises:
-    ConfigError: a field is unknown or of the wrong type.
+    ConfigError: a field is unknown, missing or of the wrong type.
   """
 
   def fill(section: Any, values: dict[str, Any], prefix: str) -> Any:
@@ -43,9 +38,11 @@ def from_dict(values: dict[str, Any]) -> sections.Config:
         " that wrote it"
       )
     for name, kind in fields.items():
-      if name not in values:
-        continue
-      path, value = prefix + name, values[name]
+      path = prefix + name
+      sections.require(
+        name in values, path, "it is missing; use the version that wrote it"
+      )
+      value = values[name]
       if dataclasses.is_dataclass(kind):
         sections.require(
           isinstance(value, dict), path, f"{value!r} is not a section"
@@ -122,8 +119,6 @@ def from_stored(values: Any) -> sections.Config:
     _FORMAT,
     f"{sections.shown(number)} is of another version; this one knows {FORMAT}",
   )
-  # Refuse an empty object, and another program's config that shares no name.
-  sections.require("algorithm" in values, "algorithm", "it is missing")
   return from_dict(values)
 
 

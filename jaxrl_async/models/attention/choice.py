@@ -35,6 +35,7 @@ from jaxrl_async.models.attention import packed_attention
 from jaxrl_async.models.attention import paged_attention
 from jaxrl_async.models.attention import reference
 
+_ROLLOUT = "rollout.attention"  # the setting, for messages
 # Kernels by platform, in the order in which they are tried.
 PACKED = {"gpu": ("tokamax", "cudnn", "pallas_gpu"), "tpu": ("splash",)}
 PREFILL = {"gpu": ("cudnn",), "tpu": ("splash",)}
@@ -566,13 +567,12 @@ def for_engine(
     ConfigError: there is no such name, or the implementation does not work
       here.
   """
-  field = "rollout.attention"
-  num_pages, page_tokens = pages
+  num_pages, _ = pages
   kernel_names.check_rollout(wanted, has_pages=num_pages > 0)
   if mesh.size > 1 and rules.heads != rules.kv_heads:
     sections.require(
       wanted in (kernel_names.AUTO, "xla"),
-      field,
+      _ROLLOUT,
       f"{wanted} needs query heads where their kv heads are; give"
       " mesh.rollout_rules.heads and kv_heads the same axes",
     )
@@ -587,7 +587,7 @@ def for_engine(
   rows_axis = None if rows % parts else "batch"
   windows = sorted({*windows_within(longest)}, key=str)
   prefill_name, refused = _pick(
-    field,
+    _ROLLOUT,
     wanted,
     PREFILL,
     {
@@ -599,25 +599,15 @@ def for_engine(
   )
   decode_name = "xla"
   if num_pages:
-    num_slots, cache_tokens = slots
-    window = next(iter({*windows_within(cache_tokens)} - {None}), None)
-    decode_name, too = _pick(
-      field,
+    decode_name, too = _pick_decode(
       wanted,
-      DECODE,
-      {
-        name: functools.partial(attend, sliding_window=window)
-        for name, attend in paged_attention.IMPLEMENTATIONS.items()
-      },
-      lambda: decode_trial(
-        own,
-        slots=held("batch", num_slots),
-        num_pages=num_pages,
-        page_tokens=page_tokens,
-        pages_per_slot=cache_tokens // page_tokens,
-        dtype=dtype,
-      ),
-      device,
+      own,
+      slots=slots,
+      pages=pages,
+      held=held,
+      windows_within=windows_within,
+      dtype=dtype,
+      device=device,
     )
     refused = {**refused, **too}
   cache = "pages" if num_pages else "slots"
@@ -643,6 +633,40 @@ def for_engine(
       slot_heads,
     ),
     description=_told("of the engine", device, chosen, refused),
+  )
+
+
+def _pick_decode(
+  wanted: str,
+  own: Heads,  # those that one device holds
+  *,
+  slots: tuple[int, int],
+  pages: tuple[int, int],
+  held: Callable[[str | None, int], int],
+  windows_within: Callable[[int], Iterable[int | None]],
+  dtype: jnp.dtype,
+  device: Any,
+) -> tuple[str, dict[str, str]]:
+  """Return what decodes from pages, and why others do not; see `for_engine`."""
+  (num_slots, cache_tokens), (num_pages, page_tokens) = slots, pages
+  window = next(iter({*windows_within(cache_tokens)} - {None}), None)
+  return _pick(
+    _ROLLOUT,
+    wanted,
+    DECODE,
+    {
+      name: functools.partial(attend, sliding_window=window)
+      for name, attend in paged_attention.IMPLEMENTATIONS.items()
+    },
+    lambda: decode_trial(
+      own,
+      slots=held("batch", num_slots),
+      num_pages=num_pages,
+      page_tokens=page_tokens,
+      pages_per_slot=cache_tokens // page_tokens,
+      dtype=dtype,
+    ),
+    device,
   )
 
 
