@@ -22,9 +22,8 @@ def test_every_sequence_is_written_once_and_each_token_is_counted():
   assert {id(s) for s in ended} == {id(s) for s in sequences}
   assert scheduler.num_free == 4
   written = 0
-  for i, sequence in enumerate(sequences):
+  for prompt, sequence in zip(tiny.assorted_prompts(), sequences, strict=True):
     t = sequence.trajectory()
-    prompt = tiny.prompt(1 + 5 * i % 19, seed=i)
     n = len(prompt)
     np.testing.assert_array_equal(t.tokens[:n], prompt)
     np.testing.assert_array_equal(t.loss_mask, np.arange(len(t.tokens)) >= n)

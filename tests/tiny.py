@@ -296,12 +296,17 @@ def long_alone():
   return written
 
 
-def assorted(count=11):
-  """More sequences than slots, no two alike; two prompts are equally long."""
+def assorted_prompts(count=11):
+  """Prompts of all lengths, no two alike; the last two are equally long."""
   lengths = [1 + 5 * min(i, count - 2) % 19 for i in range(count)]
+  return [prompt(length, seed=i) for i, length in enumerate(lengths)]
+
+
+def assorted(count=11):
+  """More sequences than slots, with these prompts."""
   return [
-    sequence(prompt(length, seed=i), limit=22 + i % 10, group=i)
-    for i, length in enumerate(lengths)
+    sequence(one, limit=22 + i % 10, group=i)
+    for i, one in enumerate(assorted_prompts(count))
   ]
 
 
