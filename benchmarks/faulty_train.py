@@ -62,14 +62,14 @@ def inject(faults: Faults) -> None:
   prepare = trainer_lib.Trainer.prepare
 
   def prepared(
-    self: trainer_lib.Trainer, groups: list[types.RolloutGroup], step: int = 0
+    self: trainer_lib.Trainer, groups: list[types.RolloutGroup]
   ) -> trainer_lib.PreparedBatch:
     used = groups
     if faults.is_due("loss not finite"):
       used = [with_nan(groups[0]), *groups[1:]]
     if faults.is_due("disk full"):
       fill_disk()
-    batch = prepare(self, used, step)
+    batch = prepare(self, used)
     return dataclasses.replace(batch, groups=groups)
 
   trainer_lib.Trainer.prepare = prepared

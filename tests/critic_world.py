@@ -83,10 +83,10 @@ def make_trainer(
       num_minibatches=minibatches,
       num_epochs=epochs,
       min_microbatches=1,
-      advantages=lambda groups, _: np.zeros(
+      advantages=lambda groups: np.zeros(
         sum(len(group.trajectories) for group in groups)
       ),
-      fields=lambda trajectories, _: episodes.fields(
+      fields=lambda trajectories: episodes.fields(
         trajectories, shaped=lambda x: x, token_scale=1.0
       ),
     ),

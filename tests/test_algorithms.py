@@ -105,7 +105,7 @@ def test_every_name_of_a_loss_and_of_an_advantage_stands_for_something():
   groups = groups_of([[1.0, 0.0]])
   for name in algorithm_section.ADVANTAGES:
     section = sections.AlgorithmSection(advantage=name)
-    found = np.sum(algorithm_lib.advantages(section)(groups, 0)[0])
+    found = np.sum(algorithm_lib.advantages(section)(groups)[0])
     # Those of gae are made on the device, and a teacher needs none.
     assert found == 0 if name in ("gae", "none") else found > 0
 
@@ -120,30 +120,30 @@ def test_scores_of_tokens_count_for_the_turns_before_them():
   plain = groups_of([[1.0]], mask="011011")[0].trajectories[0]
   scored = groups_of([[0.0]], {2: 3.0}, mask="011011")[0].trajectories[0]
   group = packing.without_prompt([plain, scored])
-  found = algorithm_lib.advantages(section)([group], 0)
+  found = algorithm_lib.advantages(section)([group])
   # Returns are 2 and 2 * 3 in both turns.
   np.testing.assert_allclose(found[0], [0, -2, -2, 0, -2, -2])
   np.testing.assert_allclose(found[1], [0, 2, 2, 0, 2, 2])
   scored.reward = types.Reward(score=0.0, token_scores={1: 3.0})
-  found = algorithm_lib.advantages(section)([group], 0)
+  found = algorithm_lib.advantages(section)([group])
   np.testing.assert_allclose(found[1], [0, 2, 2, 0, -1, -1])
 
 
-def test_a_batch_is_made_with_the_numbers_of_its_step():
+def test_a_batch_is_made_with_the_numbers_of_its_settings():
   groups = test_train_step.groups()
   trajectories = [t for g in groups for t in g.trajectories]
   trainer = test_train_step.make_trainer()
   trainer.batch_settings = dataclasses.replace(
     trainer.batch_settings,
-    advantages=lambda groups, step: np.full(len(trajectories), float(step)),
-    fields=lambda trajectories, step: {
-      "steps": [np.full(len(t.tokens), float(-step)) for t in trajectories]
+    advantages=lambda groups: np.full(len(trajectories), 7.0),
+    fields=lambda trajectories: {
+      "own": [np.full(len(t.tokens), -7.0) for t in trajectories]
     },
   )
-  batch = trainer.prepare(groups, 7).arrays
+  batch = trainer.prepare(groups).arrays
   mask = np.asarray(batch.loss_mask)
   assert mask.any() and (np.asarray(batch.advantages)[mask] == 7).all()
-  assert (np.asarray(batch.fields["steps"])[mask] == -7).all()
+  assert (np.asarray(batch.fields["own"])[mask] == -7).all()
 
 
 def test_advantages_of_tokens_are_packed_with_them():
@@ -172,7 +172,7 @@ def test_advantages_are_divided_once():
   whole = sections.AlgorithmSection(**settings)
   split = sections.AlgorithmSection(**settings, kl_in_reward=True)
   found = [
-    algorithm_lib.advantages(section)(groups, 0) for section in (whole, split)
+    algorithm_lib.advantages(section)(groups) for section in (whole, split)
   ]
   np.testing.assert_allclose(found[1], [0.5, -0.5, 0.25, -0.25])
   np.testing.assert_allclose(found[0], found[1] / found[1].std(), rtol=1e-5)
@@ -223,7 +223,7 @@ def test_functions_of_ones_own_are_named_in_the_config():
   algorithm_lib.check(section)
   assert algorithm_lib.policy_loss(config).__name__ == "sum_of_logprobs"
   groups = groups_of([[0.0, 2.0], [1.0]])
-  found = algorithm_lib.advantages(section)(groups, 0)
+  found = algorithm_lib.advantages(section)(groups)
   assert found.tolist() == [0, 1, 1]
   for name, reason in (
     ("no_such_module:loss", "cannot be imported"),
@@ -240,7 +240,7 @@ def test_an_advantage_of_ones_own_may_be_of_tokens():
   scores = {1: 0.5}
   groups = groups_of([[1.0, -1.0]], scores, mask="01101")
   groups += groups_of([[2.0]], mask="0011")
-  found = algorithm_lib.advantages(section)(groups, 0)
+  found = algorithm_lib.advantages(section)(groups)
   expected = [[0, 1, 1.5, 0, 1], [0, -1, -0.5, 0, -1], [0, 0, 2, 2]]
   for one, other in zip(found, expected, strict=True):
     assert one.dtype == np.float32 and one.tolist() == other
@@ -261,7 +261,7 @@ def test_advantages_of_the_wrong_shape_or_size_are_an_error(way):
   section = sections.AlgorithmSection(advantage="test_algorithms:wrong")
   groups = groups_of([[float(way)], [2.0]])
   with pytest.raises(ValueError, match="^algorithm.advantage returned"):
-    algorithm_lib.advantages(section)(groups, 0)
+    algorithm_lib.advantages(section)(groups)
 
 
 def test_the_overlong_filter_learns_nothing_from_what_was_cut_off():
@@ -297,5 +297,5 @@ def test_rewards_are_shaped_before_they_are_compared():
     reward_clip=3.0,
   )
   # 1 becomes 4, which is bounded by 3, and 0 becomes 2.
-  found = algorithm_lib.advantages(section)(groups_of([[1.0, 0.0]]), 0)
+  found = algorithm_lib.advantages(section)(groups_of([[1.0, 0.0]]))
   np.testing.assert_allclose(found, [0.5, -0.5])

@@ -8,6 +8,7 @@ which take random times and have faults.
 
 import collections
 from collections.abc import Generator
+import itertools
 import pathlib
 import random
 
@@ -247,9 +248,10 @@ class Start:
       trained=checkpoint.trained,
       cuts=checkpoint.cuts,
     )
+    steps = itertools.count(self.version)
     loader: batch_loader.BatchLoader[Batch] = batch_loader.BatchLoader(
       self.buffer,
-      lambda groups, step: (step, groups),
+      lambda groups: (next(steps), groups),
       first_step=self.version,
       end_step=case.num_steps,
       new_condition=loop.condition,

@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import itertools
 import random
 
 import numpy as np
@@ -258,11 +259,12 @@ class _Run:
       clock=loop.seconds,
       new_condition=loop.condition,
     )
+    steps = itertools.count(0)
     self._loader: batch_loader.BatchLoader[
       tuple[int, list[types.RolloutGroup]]
     ] = batch_loader.BatchLoader(
       self.buffer,
-      lambda groups, step: (step, groups),
+      lambda groups: (next(steps), groups),
       first_step=0,
       end_step=num_steps,
       new_condition=loop.condition,

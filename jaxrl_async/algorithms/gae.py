@@ -10,8 +10,6 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, ScalarLike
 
-from jaxrl_async.algorithms import losses
-
 # Added to a deviation that is divided by, as in `advantages`.
 _EPSILON = 1e-6
 
@@ -120,7 +118,7 @@ def kl_rewards(
     loss_mask: the result is 0 elsewhere, where the logprobs may be NaN.
   """
   estimate = jnp.where(loss_mask, behavior_logprobs - reference_logprobs, 0)
-  if not losses.is_left_out(clip):
+  if clip != 0:
     bound = jnp.asarray(clip, estimate.dtype)
     estimate = jnp.clip(estimate, -bound, bound)
   return -jax.lax.stop_gradient(estimate) * coef

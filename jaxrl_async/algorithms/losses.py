@@ -38,14 +38,6 @@ Objective = tuple[Float[Array, "B T"], Bool[Array, "B T"]]
 SequenceSum = Callable[[Float[Array, "B T"]], Float[Array, "B T"]]
 
 
-def is_left_out(coefficient: ScalarLike) -> bool:
-  """Return whether a coefficient is the number 0, which leaves its term out.
-
-  An array, of which only the device knows the value, is not.
-  """
-  return isinstance(coefficient, int | float) and coefficient == 0
-
-
 def sequence_mean(
   values: Float[Array, "B T"], sequence_sum: SequenceSum
 ) -> Float[Array, "B T"]:
@@ -110,7 +102,7 @@ def ppo_objective(
   objective, is_clipped = _clipped_objective(
     jnp.exp(log_ratio), advantages, clip_low, clip_high
   )
-  if not is_left_out(dual_clip):
+  if dual_clip != 0:
     bound = dual_clip * advantages
     is_below = (advantages < 0) & (objective < bound)
     objective = jnp.where(is_below, bound, objective)

@@ -11,8 +11,6 @@ from jax import lax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, ScalarLike
 
-from jaxrl_async.algorithms import losses
-
 # The running statistics: exponential averages of the returns and of their
 # squares, and the sum of the weights of these averages, which debiases them.
 Statistics = Mapping[str, Float[Array, ""]]
@@ -127,7 +125,7 @@ def value_loss(
   before = lax.stop_gradient(jnp.where(loss_mask, predictions_before, 0))
   targets = lax.stop_gradient(jnp.where(loss_mask, targets, 0))
   error = (predictions - targets) ** 2
-  if losses.is_left_out(clip):
+  if clip == 0:
     return error / 2, jnp.zeros_like(loss_mask)
   near = before + jnp.clip(predictions - before, -jnp.asarray(clip), clip)
   clipped_error = (near - targets) ** 2

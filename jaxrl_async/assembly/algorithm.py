@@ -97,7 +97,7 @@ def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
   found = []
   if section.proximal is sections.ProximalMode.RECOMPUTE:
     found.append(train_step.PROXIMAL_STAGE)
-  if not losses.is_left_out(section.kl_coef):
+  if section.kl_coef != 0:
     found.append(
       stages_lib.reference_stage()
       if setup.model.lora is None
@@ -116,7 +116,7 @@ def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
         kl_clip=section.kl_reward_clip,
       )
     )
-  elif not losses.is_left_out(kl_coef):
+  elif kl_coef != 0:
     found.append(
       stages_lib.kl_in_reward_stage(
         coef=kl_coef,
@@ -126,7 +126,7 @@ def stages(setup: setup_lib.Setup) -> list[train_step.Stage]:
     )
   if section.teacher:
     found.append(stages_lib.distillation_stage(section.distill_coef))
-  if not losses.is_left_out(section.second_moment_bound):
+  if section.second_moment_bound != 0:
     # It needs the sign of the advantages as they will be.
     found.append(stages_lib.second_moment_stage(section.second_moment_bound))
   return found
@@ -160,9 +160,7 @@ def advantages(section: sections.AlgorithmSection) -> packing.MakeAdvantages:
   if section.advantage not in algorithm_section.ADVANTAGES:
     own = _imported("algorithm.advantage", section.advantage)
 
-  def of_groups(
-    groups: Sequence[types.RolloutGroup], step: int
-  ) -> packing.Advantages:
+  def of_groups(groups: Sequence[types.RolloutGroup]) -> packing.Advantages:
     trajectories = [t for group in groups for t in group.trajectories]
     scores = np.array([t.score for t in trajectories], np.float64)
     rewards = _shaping(section)(scores)
@@ -253,18 +251,10 @@ def _checked(
 def fields(section: sections.AlgorithmSection) -> packing.MakeFields:
   """Return the function that makes the further fields of a batch."""
   if section.advantage != "gae":
-    return lambda trajectories, step: packing.reward_fields(trajectories)
-
-  def of_trajectories(
-    trajectories: Sequence[types.Trajectory], step: int
-  ) -> dict[str, list[Float[np.ndarray, "_"]]]:
-    return episodes.fields(
-      trajectories,
-      shaped=_shaping(section),
-      token_scale=section.reward_scale,
-    )
-
-  return of_trajectories
+    return packing.reward_fields
+  return functools.partial(
+    episodes.fields, shaped=_shaping(section), token_scale=section.reward_scale
+  )
 
 
 def _shaping(

@@ -278,7 +278,7 @@ class _Replay:
     groups: list[types.RolloutGroup],
   ) -> None:
     """Make a train step, and compare what its updates measured."""
-    batch = self._trainer.prepare(groups, step.step)
+    batch = self._trainer.prepare(groups)
     done = self._trainer.step(step.step, batch)
     sums = timing_record.plain_sums(jax.device_get(done.sums))
     self._require_same(replay_differences.of_sums(step, sums))

@@ -47,7 +47,7 @@ class BatchLoader(Generic[Prepared]):
   def __init__(
     self,
     buffer: buffer_lib.Buffer,
-    prepare: Callable[[list[types.RolloutGroup], int], Prepared],
+    prepare: Callable[[list[types.RolloutGroup]], Prepared],
     *,
     first_step: int,
     end_step: int,
@@ -110,7 +110,7 @@ class BatchLoader(Generic[Prepared]):
           yield
         taken_s = time.perf_counter()
         self._show(f"preparing the batch of step {step}")
-        batch = self._prepare(groups, step)
+        batch = self._prepare(groups)
         self._show(f"ready with the batch of step {step}")
         self._offer(Loaded(batch=batch, taken_s=taken_s))
         while not self._is_taken():

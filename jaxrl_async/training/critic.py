@@ -127,7 +127,7 @@ def gae_stage(
     params, batch = given.params, given.batch
     mask, fields = batch.loss_mask, batch.fields
     rewards = fields[episodes.REWARDS]
-    if not losses.is_left_out(kl_coef):
+    if kl_coef != 0:
       rewards = rewards + gae.kl_rewards(
         batch.behavior_logprobs,
         fields[objectives.REFERENCE],

@@ -214,7 +214,7 @@ def behavior_correction(
     )
     if has_second_moment:
       weights = jnp.where(batch.fields[WITHIN_SECOND_MOMENT] > 0, weights, 0)
-    if not losses.is_left_out(sequence_kl_bound):
+    if sequence_kl_bound != 0:
       is_kept = corrections.within_sequence_kl(
         micro.logprobs,
         batch.behavior_logprobs,
@@ -308,8 +308,8 @@ def with_penalties(
     kl_in_reward: the divergence is a part of the advantages already, and is
       only measured here.
   """
-  has_kl = not losses.is_left_out(kl_coef)
-  has_entropy = not losses.is_left_out(entropy_coef)
+  has_kl = kl_coef != 0
+  has_entropy = entropy_coef != 0
   if not has_kl and not has_entropy:
     return loss
 

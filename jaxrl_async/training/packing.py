@@ -285,12 +285,10 @@ def reward_fields(
   return {TOKEN_SCORES: fields}
 
 
-# Makes advantages of groups. The integer is the number of completed steps.
-MakeAdvantages = Callable[[Sequence[RolloutGroup], int], Advantages]
-# Makes further fields of a batch, by name, of the trajectories of a step. The
-# integer is the same.
+MakeAdvantages = Callable[[Sequence[RolloutGroup]], Advantages]
+# Makes further fields of a batch, by name, of the trajectories of a step.
 MakeFields = Callable[
-  [Sequence[Trajectory], int], dict[str, list[Float[np.ndarray, "_"]]]
+  [Sequence[Trajectory]], dict[str, list[Float[np.ndarray, "_"]]]
 ]
 
 
@@ -310,7 +308,7 @@ class BatchSettings:
   num_minibatches: int
   min_microbatches: int
   advantages: MakeAdvantages
-  fields: MakeFields = lambda trajectories, step: reward_fields(trajectories)
+  fields: MakeFields = reward_fields
   overlong_filter: bool = False
   num_epochs: int = 1
 

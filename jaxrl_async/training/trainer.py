@@ -334,20 +334,13 @@ class Trainer:
     self.world.tell("publish_base")
     return jax.block_until_ready(self._publish_base(self.state.policy.frozen))
 
-  def prepare(
-    self, groups: list[types.RolloutGroup], step: int = 0
-  ) -> PreparedBatch:
-    """Compute advantages, pack the groups and move them to the device.
-
-    Args:
-      step: train steps that are completed before this one. Only schedules of
-        the numbers that shape rewards read it.
-    """
+  def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
+    """Compute advantages, pack the groups and move them to the device."""
     settings = self.batch_settings
     segments = self.plan(
       packing.without_overlong(groups) if settings.overlong_filter else groups,
-      settings.advantages(groups, step),
-      settings.fields([t for g in groups for t in g.trajectories], step),
+      settings.advantages(groups),
+      settings.fields([t for g in groups for t in g.trajectories]),
     )
     self._tell_parts("batch", segments)
     return PreparedBatch(
