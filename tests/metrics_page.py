@@ -12,7 +12,6 @@ SOMETIMES = {
   "reward_service/<name>/errors",
   "reward_service/<name>/latency_s",
   "offpolicy/mismatch_kl",
-  "schedule/<name>",
   "staleness/bound",
   "staleness/asked",
   "staleness/decision",

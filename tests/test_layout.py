@@ -25,7 +25,7 @@ FOLDERS = {
   "processes": "config storage",
   "reporting": "config storage",
   "text": "config storage",
-  "models": "config storage models/attention",
+  "models": "config devices storage models/attention",
   "rewards": "config types text",
   "weights": "config devices storage buffer processes",
   "data": "config types data/tables storage text rewards",

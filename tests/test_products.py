@@ -11,7 +11,7 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async.models import products
+from jaxrl_async.devices import products
 
 DTYPES = ["float32", "bfloat16"]
 # Both operands of a sum are rounded already; it has up to 192 terms.

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_async.devices import mesh as mesh_lib
-from jaxrl_async.models import products
+from jaxrl_async.devices import products
 
 
 def token_logprobs_and_entropy(

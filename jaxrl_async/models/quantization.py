@@ -24,8 +24,8 @@ import numpy as np
 import qwix
 
 from jaxrl_async.config import sections
+from jaxrl_async.devices import products
 from jaxrl_async.models import configs
-from jaxrl_async.models import products
 
 _TYPES = {
   sections.WeightFormat.INT8: "int8",

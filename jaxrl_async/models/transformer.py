@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, Int
 import numpy as np
 
 from jaxrl_async.config import sections
+from jaxrl_async.devices import products
 from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
-from jaxrl_async.models import products
 from jaxrl_async.models import quantization
 from jaxrl_async.models.attention import reference
 

@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 import jax
-from jax import numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Int
 import numpy as np
 
 from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.devices import products
 from jaxrl_async.devices import topology
 from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
@@ -85,9 +85,7 @@ def measured_matmul_flops(
   )()
   multiply = jax.jit(
     jax.shard_map(
-      lambda x: jnp.matmul(x[0], x[0], preferred_element_type=jnp.float32)[
-        None
-      ],
+      lambda x: products.contract(x[0], x[0], (0,), x.dtype)[None],
       mesh=mesh,
       in_specs=each.spec,
       out_specs=each.spec,

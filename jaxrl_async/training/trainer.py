@@ -260,7 +260,7 @@ class Trainer:
     segments = self.plan(
       [packing.without_prompt([trajectory])],
       np.zeros(1, np.float32),
-      self.batch_settings.fields([trajectory], 0),
+      self.batch_settings.fields([trajectory]),
     )
     params = state.params
     opt_states = {name: x.opt_state for name, x in state.models.items()}
