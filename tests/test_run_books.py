@@ -35,10 +35,10 @@ def with_a_skipped_update(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("skipped")
   prepare, count = trainer_lib.Trainer.prepare, itertools.count()
 
-  def poisoned(self, groups, step):
+  def poisoned(self, groups):
     if next(count) == 1:
       groups[0].trajectories[0].behavior_logprobs[:] = np.nan
-    return prepare(self, groups, step)
+    return prepare(self, groups)
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(trainer_lib.Trainer, "prepare", poisoned)

@@ -116,7 +116,7 @@ class RolloutSection:
   )
   """Tokens each of which ends one, besides the end tokens."""
   dtype: str = setting("float32", choices=setting_lib.DTYPES, of_answers=True)
-  """Dtype of the rollout weights and of the cache."""
+  """Dtype of the rollout weights and, except on a CPU, of the cache."""
   weights: WeightFormat = setting(WeightFormat.FLOAT, of_answers=True)
   """int8 or fp8 quantises the published matrices, with one scale per output
   channel; mismatch_kl measures the cost."""

@@ -210,6 +210,12 @@ def _bubblewrap(limits: Limits, *, has_user: bool) -> list[str]:
   return [*command, "--chdir", "/tmp", "--"]
 
 
+def _is_root_of_machine() -> bool:
+  """Return whether the user is root, and not only in a user namespace."""
+  users = pathlib.Path("/proc/self/uid_map").read_text().split()
+  return os.geteuid() == 0 and users[:2] == ["0", "0"]
+
+
 def _unshare(limits: Limits, *, has_user: bool) -> list[str]:
   root = "/tmp"  # becomes the new root; a mount of our own hides what is there
   lines = [
@@ -239,6 +245,8 @@ def _unshare(limits: Limits, *, has_user: bool) -> list[str]:
   program = shutil.which("unshare")
   if program is None:
     raise SandboxError("the program unshare is not installed")
+  if has_user and _is_root_of_machine():
+    raise SandboxError("the kernel would not count the program's processes")
   user = ["--user", "--map-root-user"] if has_user else []
   return [
     *(program, "--mount", "--pid", "--net", "--ipc", "--uts", *user),
