@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import threading
 
 import disks
@@ -168,10 +169,12 @@ def test_what_can_be_saved_is_saved_before_a_failure_ends_the_run(
   prepare = trainer_lib.Trainer.prepare
 
   def failing_at(bad_step, error):
-    def prepared(self, groups, step):
-      if step == bad_step:
+    steps = itertools.count()
+
+    def prepared(self, groups):
+      if next(steps) == bad_step:
         raise error
-      return prepare(self, groups, step)
+      return prepare(self, groups)
 
     return prepared
 

@@ -335,7 +335,10 @@ def test_the_script_evaluates_with_the_config_of_the_run(world, tmp_path):
     ([], "checkpoint: missing"),
     (["--checkpoint=RUN"], "output: missing"),
     (["--checkpoint=RUN", "--workdir=x"], "workdir: not used here"),
-    (["--checkpoint=no", "--output=OUT"], "checkpoint: 'no' is not a directory"),
+    (
+      ["--checkpoint=no", "--output=OUT"],
+      "checkpoint: 'no' is not a directory",
+    ),
     pytest.param(
       ["--checkpoint=/", "--output=OUT"],
       "checkpoint: / holds no policy",
