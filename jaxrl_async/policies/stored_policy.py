@@ -106,7 +106,10 @@ def find(name: str | pathlib.Path, step: int | None = None) -> StoredPolicy:
   """
   directory = place(name).absolute()
   if not directory.is_dir():
-    raise sections.ConfigError(f"checkpoint: {directory} does not exist")
+    raise sections.ConfigError(
+      f"checkpoint: {directory} does not exist; use a run's workdir, a directory"
+      " in Hugging Face's format, or hf:ORG/NAME of its hub"
+    )
   if (directory / workdir_lib.CHECKPOINTS).is_dir():
     return of_run(directory, step, field="checkpoint")
   sections.require(
@@ -197,7 +200,8 @@ def _read_config(workdir: pathlib.Path) -> sections.Config:
   config = config_json.read(workdir)
   if config is None:
     raise sections.ConfigError(
-      f"workdir: {workdir / config_json.NAME} does not exist"
+      f"workdir: {workdir / config_json.NAME} does not exist; use the workdir"
+      " of a run or of fine-tuning"
     )
   return config
 
