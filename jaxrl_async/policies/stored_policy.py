@@ -107,8 +107,8 @@ def find(name: str | pathlib.Path, step: int | None = None) -> StoredPolicy:
   directory = place(name).absolute()
   if not directory.is_dir():
     raise sections.ConfigError(
-      f"checkpoint: {directory} does not exist; use a run's workdir, a directory"
-      " in Hugging Face's format, or hf:ORG/NAME of its hub"
+      f"checkpoint: {directory} does not exist; use a run's workdir, a"
+      " directory in Hugging Face's format, or hf:ORG/NAME of its hub"
     )
   if (directory / workdir_lib.CHECKPOINTS).is_dir():
     return of_run(directory, step, field="checkpoint")
