@@ -338,7 +338,7 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path):
   assert [m["step"] for m in lines(tmp_path, "metrics")] == list(
     range(step + 4)
   )
-  resumed = {g["admission"]["index"] for g in stored}
+  resumed = {g["group"]["index"] for g in stored}
   assert resumed <= {e["index"] for e in entries}
   steps = lines(tmp_path, "metrics")[1:]
   assert max(m["staleness/max"] for m in steps) <= 2
