@@ -13,9 +13,9 @@ off after 24 tokens. The variant "lora" trains adapters of rank 16 alone.
 benchmarks/pretrained.py runs both, and docs/results.md has the results.
 
 Products are in bfloat16 on a processor that has instructions for them, and in
-float32 on others, where bfloat16 is slower. To continue a run on another kind
-of processor, set --config.model.compute_dtype and --config.rollout.dtype as
-they are in its config.json.
+float32 on others. To continue a run on another kind of processor, set
+--config.model.compute_dtype and --config.rollout.dtype as they are in its
+config.json.
 """
 
 from ml_collections import config_dict

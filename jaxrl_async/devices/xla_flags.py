@@ -1,4 +1,6 @@
-"""XLA's flags, which it reads from the environment when JAX looks for devices.
+"""XLA's flags, and what the processor is fast at.
+
+XLA reads its flags from the environment when JAX looks for devices.
 
 The launch scripts set all of them. A script of the user's that trains sets only
 that of `of_same_bits`: without it, `run.exact_resume` would not be exact on

@@ -10,6 +10,7 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 
+from jaxrl_async.devices import products
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.models import configs
 
@@ -33,7 +34,9 @@ def depends_on_row(
     num_parts: the parts into which the rollout slice divides the rows.
   """
   rng = np.random.default_rng(0)
-  product = jax.jit(lambda rows, matrix: rows @ matrix)
+  product = jax.jit(
+    lambda rows, matrix: products.contract(rows, matrix, (0,), rows.dtype)
+  )
   tokens = (sizes.prefill_rows * n for n in sizes.prefill_buckets)
   numbers = {-(-rows // num_parts) for rows in (sizes.num_slots, *tokens)}
   widths = model.model_dim, model.mlp_dim
