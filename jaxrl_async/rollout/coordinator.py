@@ -7,7 +7,7 @@ only what was reported last, and that is enough for another replica to continue
 it.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 import dataclasses
 import heapq
 
@@ -19,10 +19,13 @@ from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
+from jaxrl_async.rollout import environment as environment_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import running_group
+
+_START_S = 0.1  # for which room is kept for a conversation that has no prompt
 
 
 class RewardError(RuntimeError):
@@ -37,8 +40,9 @@ class Coordinator:
 
   Invariant: an admitted group is in exactly one place. It is in `_running`, or
   it was handed to the buffer, or the ledger records that it ended. A group in
-  `_running` has unfinished members or awaits its score. Either one replica has
-  all of its unfinished members, or they wait for a replica and the group is in
+  `_running` has unfinished members or awaits its score. An unfinished member is
+  *pending* as long as its episode has to answer. Either one replica has all
+  other unfinished members, or they wait for a replica and the group is in
   `_waiting` as well.
 
   Threads: only one thread at a time may call the methods. With a single
@@ -51,6 +55,7 @@ class Coordinator:
     recorded_tokens: tokens that replicas reported, without those below.
     refused_tokens: tokens that replicas reported of groups that had ended, or
       that another replica had taken over.
+    num_answers: answers of episodes that came later.
   """
 
   def __init__(
@@ -62,29 +67,36 @@ class Coordinator:
     rewards: service_lib.RewardService,
     ledger: ledger_lib.Ledger,
     busy: metrics_lib.BusyClock,
-    episode: episode_lib.Episode = episode_lib.single_turn,
+    environment: environment_lib.Environment | None = None,
     new_deadline: Callable[[float], supervisor_lib.Deadline] = (
       supervisor_lib.Deadline
     ),
   ):
-    """Create a coordinator that has no groups yet."""
+    """Create a coordinator that has no groups yet.
+
+    `environment` has the episodes; without it they are of a single turn.
+    """
     self.settings = settings
     self.stream = stream
     self._buffer = buffer
     self._rewards = rewards
     self._ledger = ledger
     self._busy = busy
-    self._episode = episode
+    self._environment = environment or environment_lib.Environment()
     self._new_deadline = new_deadline
     self.questions = questions_lib.Questions(
-      max_tokens=settings.max_tokens, num_slots=settings.num_slots
+      max_tokens=settings.max_tokens,
+      num_slots=settings.num_slots,
+      environment=self._environment,
     )
     self._running: dict[int, running_group.RunningGroup] = {}
     self._waiting: list[tuple[int, int]] = []  # a heap of (deadline, index)
+    self._starting: set[int] = set()  # groups, of which some may have started
     self._versions: dict[str, int] = {}  # by replica that may get groups
     self._oldest_version = 0  # of a replica that gets groups
     self.recorded_tokens = 0
     self.refused_tokens = 0
+    self.num_answers = 0
     self._failures: list[str] = []  # of consecutive groups, oldest first
     self._num_filtered = 0  # since the last group for the buffer
 
@@ -98,16 +110,30 @@ class Coordinator:
     buffer admits them. A replica gets nothing before it has adopted weights,
     and after it was drained.
     """
+    room = ask.room - self.num_starting(ask.replica)
+    turns, _ = self.hand_out(ask, room)
+    return messages.Work(turns=tuple(turns))
+
+  def hand_out(
+    self, ask: messages.Ask, room: int
+  ) -> tuple[list[messages.Turn], int]:
+    """Return turns of whole groups until so much room is used up.
+
+    Returns:
+      The turns, and how many trajectories of their groups have to wait for
+      their episodes.
+    """
     if ask.replica not in self._versions:
-      return messages.Work()
-    turns = self.questions.admit(ask)
-    while len(turns) < ask.room and not self.questions.are_alone:
+      return [], 0
+    turns, num_pending = self.questions.admit(ask), 0
+    while len(turns) + num_pending < room and not self.questions.are_alone:
       running = self._next_group(ask.version)
       if running is None:
         break
       running.replica = ask.replica
-      turns += [self._turn(running, m) for m in sorted(running.unfinished)]
-    return messages.Work(turns=tuple(turns))
+      turns += [self._turn(running, m) for m in running.writable]
+      num_pending += len(running.pending)
+    return turns, num_pending
 
   def report(self, report: messages.Report) -> messages.Work:
     """Record the reported trajectories and return the work that follows.
@@ -147,9 +173,9 @@ class Coordinator:
         if reason is types.FinishReason.ABORTED:
           raise ValueError(f"group {written.group} was aborted by its replica")
         try:
-          turns += self._advance(running, member)
+          turns += self._advance(running, member, written.num_cached)
         except episode_lib.EpisodeError as error:
-          running.failure = running_group.failure_of(error)
+          running.fail(running_group.failure_of(error))
       if running.failure is not None:
         running.abort([member])
         failed[written.group] = running
@@ -192,7 +218,7 @@ class Coordinator:
       if running.failure is not None:
         running.abort(list(running.unfinished))
         self._end_failed(running)
-      elif running.unfinished:
+      elif running.writable:
         self._wait(running)
 
   # -- calls from the owner -------------------------------------------------
@@ -207,6 +233,31 @@ class Coordinator:
     """Whether any group awaits its score."""
     return any(r.score is not None for r in self._running.values())
 
+  @property
+  def awaits_answers(self) -> bool:
+    """Whether an episode has to answer."""
+    return self._environment.num_waiting > 0
+
+  def num_starting(self, replica: str) -> int:
+    """Return how many trajectories for a replica will soon have a first prompt.
+
+    Those whose episodes take long to show one are left out, up to the number of
+    slots: the replica would idle in the room that it keeps for them. More than
+    that would only wait for each other.
+    """
+    num, num_late, oldest_s = 0, 0, self._busy.now() - _START_S
+    for index in list(self._starting):
+      running = self._running.get(index)
+      if running is None or not running.num_starting:
+        self._starting.discard(index)
+      elif running.replica != replica:
+        continue
+      elif running.times_s["admitted"] < oldest_s:
+        num_late += running.num_starting
+      else:
+        num += running.num_starting
+    return num + max(0, num_late - self.settings.num_slots)
+
   def has_prompt(self, timeout_s: float = 0.0) -> bool:
     """Return whether a prompt is ready, after waiting up to `timeout_s`."""
     return self.stream.is_ready(timeout_s=timeout_s)
@@ -220,7 +271,13 @@ class Coordinator:
   def status(self) -> str:
     """Return the replicas' versions and the number of groups, as text."""
     held = [f"{name} holding version {v}" for name, v in self._versions.items()]
-    return ", ".join([*held, f"{len(self._running)} groups running"])
+    waiting = (
+      [f"{n} episodes to answer"]
+      if (n := self._environment.num_waiting)
+      else []
+    )
+    running = f"{len(self._running)} groups running"
+    return ", ".join([*held, running, *waiting])
 
   def metrics(self, num_replicas: int) -> dict[str, float]:
     """Return metrics about replicas, of which so many generate."""
@@ -246,17 +303,67 @@ class Coordinator:
       running = self._open(group.admission, group.prompt, dict(group.times_s))
       try:
         running_group.check_has_not_failed(group)
-        for trajectory in group.trajectories:
-          self._restore_member(running, trajectory)
+        for branches in group.branches():
+          self._begin(running, branches[0].member, branches)
       except episode_lib.EpisodeError as error:
         for trajectory in group.trajectories:  # the ledger counts all tokens
           if not running.has(trajectory.member):
             running.set(trajectory)
         self._fail(running, running_group.failure_of(error))
         continue
-      if running.unfinished:
+      if running.writable:
         self._wait(running)
       self._score_if_done(running)
+
+  def collect_answers(self) -> dict[str, messages.Work]:
+    """Take the answers of episodes, and return what follows for which replica.
+
+    A group that no replica has waits for one instead.
+
+    Raises:
+      RewardError: too many groups in a row failed.
+    """
+    self._environment.fail_late()
+    turns: dict[str, list[messages.Turn]] = {}
+    cancelled: dict[str, list[int]] = {}
+    answers = self._environment.answers
+    while not answers.empty():
+      episode = answers.get_nowait()
+      index, member = episode.key
+      self.num_answers += 1
+      if index < 0:
+        self.questions.take(episode)
+        continue
+      running = self._running.get(index)
+      if running is None or not running.has_episode(episode):
+        continue
+      if running.failure is not None:
+        continue  # its replica has to report it
+      replica, could_be_written = running.replica, bool(running.writable)
+      try:
+        follows = self._take(running, member, episode.taken())
+      except episode_lib.EpisodeError as error:
+        running.fail(running_group.failure_of(error))
+        at_no_replica = running.unfinished if replica is None else [member]
+        running.abort(running.unfinished.intersection(at_no_replica))
+        if not running.unfinished:
+          self._end_failed(running)
+        elif replica is not None:
+          cancelled.setdefault(replica, []).append(index)
+        continue
+      if follows is None:
+        self._score_if_done(running)
+      elif replica is not None:
+        turns.setdefault(replica, []).append(self._turn(running, follows))
+      elif not could_be_written:
+        self._wait(running)
+    return {
+      name: messages.Work(
+        turns=tuple(turns.get(name, ())),
+        cancelled=tuple(cancelled.get(name, ())),
+      )
+      for name in {**turns, **cancelled}
+    }
 
   def collect_scores(self) -> None:
     """Finish every group whose rewards have arrived.
@@ -277,8 +384,8 @@ class Coordinator:
   def overdue(self) -> dict[str, messages.Work]:
     """Let groups fail that take too long, and return what to cancel where.
 
-    Such a group ends when its replica has reported it. It ends at once if it
-    waits for a replica.
+    Such a group ends when its replica has reported it. It ends at once if no
+    replica generates any of it.
 
     Raises:
       RewardError: too many groups in a row failed.
@@ -299,8 +406,11 @@ class Coordinator:
       if running.replica is None:
         self._fail(running, failure)
       else:
-        running.failure = failure
-        found.setdefault(running.replica, []).append(index)
+        running.fail(failure)
+        if running.unfinished:
+          found.setdefault(running.replica, []).append(index)
+        else:
+          self._end_failed(running)
     return {n: messages.Work(cancelled=tuple(i)) for n, i in found.items()}
 
   # -- groups and members ---------------------------------------------------
@@ -333,8 +443,8 @@ class Coordinator:
     while self._waiting and found is None:
       entry = heapq.heappop(self._waiting)
       running = self._running.get(entry[1])
-      if running is None:
-        continue  # it has failed meanwhile
+      if running is None or running.replica or not running.writable:
+        continue  # it has failed, or was handed out, meanwhile
       if running.admission.birth <= version:
         found = running
       else:
@@ -370,65 +480,53 @@ class Coordinator:
     """Start the episodes of a new group; return None if one of them failed."""
     times_s = {"admitted": self._busy.now()}
     running = self._open(admission, prompt, times_s)
-    first = None
     try:
       for member in range(self.settings.group_size):
-        first = self._start_member(running, member, first)
+        self._begin(running, member, [])
     except episode_lib.EpisodeError as error:
       self._fail(running, running_group.failure_of(error))
       return None
+    if running.pending:
+      self._starting.add(admission.index)
     return running
 
-  def _start_member(
+  def _begin(
     self,
     running: running_group.RunningGroup,
     member: int,
-    first: episode_lib.First | None,
-  ) -> episode_lib.First:
-    """Start the episode of a member; `first` is that of the member before."""
-    turns = self._episode(running.prompt)
-    running.episodes[member] = turns
-    tokens = episode_lib.advance(turns, None)
-    assert tokens is not None
-    if len(tokens) >= running.limit:
-      raise episode_lib.EpisodeError(
-        f"its first turn of {len(tokens)} tokens leaves nothing of"
-        f" {running.limit}"
-      )
-    if first is None or not first.is_equal(tokens):
-      first = episode_lib.First(tokens)
-    running.set(first.trajectory(member))
-    running.unfinished.add(member)
-    return first
-
-  def _restore_member(
-    self, running: running_group.RunningGroup, trajectory: types.Trajectory
+    recorded: Sequence[types.Trajectory],
   ) -> None:
-    """Continue one member of a group that a checkpoint held.
+    """Start the episode of a member, or continue it as a checkpoint held it.
 
-    The episode is replayed up to the recorded trajectory. A finished member is
-    scored again with its group. A partial completion is continued. If the
-    recorded turn had ended, the next turn starts.
+    A recorded episode is run up to where its last branch stopped. A finished
+    member is scored again with its group. A partial completion is continued. If
+    the recorded turn had ended, the next turn starts.
 
     Raises:
       EpisodeError: the episode failed, or its prompts differ from the record.
     """
-    member = trajectory.member
-    turns = self._episode(running.prompt)
-    running.episodes[member] = turns
-    pending = episode_lib.replay(turns, trajectory)
-    trajectory = dataclasses.replace(trajectory, reward=None)
-    if pending is None:
-      pass
-    elif len(trajectory.tokens) + len(pending) < running.limit:
-      trajectory = episode_lib.extend(trajectory, pending)
+    episode = self._environment.open(
+      running.prompt,
+      key=(running.admission.index, member),
+      limit=running.limit,
+      recorded=recorded,
+      events=recorded[0].events if recorded else (),
+    )
+    running.episodes[member] = episode
+    answer = episode.begin()
+    for trajectory in recorded:
+      running.set(dataclasses.replace(trajectory, reward=None))
+      member = trajectory.member
+    episode.key = running.admission.index, member
+    if answer is None:
+      if not recorded:
+        running.set(episode_lib.nothing(member))
       running.unfinished.add(member)
+      running.pending.add(member)
     else:
-      # As in `_advance`. The limit may have been higher before the restart.
-      trajectory = dataclasses.replace(
-        trajectory, finish_reason=types.FinishReason.LENGTH
-      )
-    running.set(trajectory)
+      follows = self._take(running, member, answer)
+      if follows is not None:
+        running.unfinished.add(follows)
 
   def _turn(
     self, running: running_group.RunningGroup, member: int
@@ -440,30 +538,59 @@ class Coordinator:
       temperature=self.settings.temperature,
       stop=self.settings.stop,
       stop_token_ids=self.settings.stop_token_ids,
-    )
+    ).until(running.ends[member])
 
   def _advance(
-    self, running: running_group.RunningGroup, member: int
+    self, running: running_group.RunningGroup, member: int, num_cached: int
   ) -> list[messages.Turn]:
     """Pass a finished turn to its episode and return the next turn, if any.
 
     Raises:
       EpisodeError: the episode failed.
     """
-    more = episode_lib.advance(
-      running.episodes[member], running.last_completion(member)
-    )
-    if more is not None:
-      trajectory = running.trajectory(member)
-      if len(trajectory.tokens) + len(more) < running.limit:
-        running.set(episode_lib.extend(trajectory, more))
-        return [self._turn(running, member)]
-      running.set(
-        dataclasses.replace(trajectory, finish_reason=types.FinishReason.LENGTH)
-      )
-    running.unfinished.remove(member)
+    episode = running.episodes[member % types.MEMBERS]
+    answer = episode.send(running.last_completion(member, num_cached))
+    if answer is None:
+      running.pending.add(member)
+      return []
+    follows = self._take(running, member, answer)
+    if follows is not None:
+      return [self._turn(running, follows)]
     self._score_if_done(running)
     return []
+
+  def _take(
+    self,
+    running: running_group.RunningGroup,
+    member: int,
+    answer: episode_lib.Answer,
+  ) -> int | None:
+    """Take the answer of an episode.
+
+    Returns:
+      The number of the branch that has another turn; None if there is none.
+
+    Raises:
+      EpisodeError: the first prompt leaves no room.
+    """
+    running.pending.discard(member)
+    if answer.tokens is not None:
+      if not running.has_begun(member):
+        running.start(member, answer.tokens)
+        running.ends[member] = answer.ends
+        return member
+      branches = running.branches(member)
+      if self._environment.may_go_on(branches, answer, running.limit):
+        member = running.follow(member, answer)
+        running.ends[member] = answer.ends
+        return member
+      running.set(
+        dataclasses.replace(
+          branches[-1], finish_reason=types.FinishReason.LENGTH
+        )
+      )
+    running.finish(member)
+    return None
 
   # -- scores and failures --------------------------------------------------
 
@@ -472,7 +599,7 @@ class Coordinator:
       return
     running.times_s["generated"] = self._busy.now()
     running.score = self._rewards.submit(
-      running.prompt.item, running.group().trajectories
+      running.prompt.item, running.group().of_members().trajectories
     )
 
   def _finish(self, running: running_group.RunningGroup) -> None:
@@ -518,7 +645,7 @@ class Coordinator:
     failure: service_lib.RewardFailure,
   ) -> None:
     """End a group that failed while no replica generates any of its members."""
-    running.failure = failure
+    running.fail(failure)
     running.abort(list(running.unfinished))
     self._end_failed(running)
 

@@ -91,14 +91,15 @@ class Fleet(rollout_side.RolloutSide):
     ]
 
   def moving(self) -> object:
-    """Return a value that changes when something is generated or adopted.
+    """Return a value that changes when something moves; see `RolloutSide`.
 
     What is adopted again does not count: replicas may end and begin for ever.
     """
     newest = max(member.version for member in self._members)
     self._newest_version = max(newest, self._newest_version)
     answered = self.coordinator.questions.recorded_tokens
-    return self.coordinator.recorded_tokens, answered, self._newest_version
+    written = self.coordinator.recorded_tokens, answered
+    return *written, self.coordinator.num_answers, self._newest_version
 
   def _recall(self) -> None:
     self._roster.recall()
@@ -235,19 +236,25 @@ class Fleet(rollout_side.RolloutSide):
   def _hand_out(self) -> None:
     """Give each group to the replica with the most room."""
     turns: dict[int, list[messages.Turn]] = {m.place: [] for m in self._members}
-    rooms = {member.place: member.room for member in self._members}
+    rooms = {
+      m.place: m.room - self.coordinator.num_starting(m.name)
+      for m in self._members
+    }
     share_out(rooms, functools.partial(self._give, turns))
     for member in self._members:
       self._deliver(member, messages.Work(turns=tuple(turns[member.place])))
 
   def _give(self, turns: dict[int, list[messages.Turn]], place: int) -> int:
-    """Add the turns of a group for a place, and return how many there are."""
+    """Add the turns of a group for a place.
+
+    Returns:
+      How many there are, and how many come later.
+    """
     member = self._members[place]
-    work = self.coordinator.admit(
-      messages.Ask(replica=member.name, version=member.version, room=1)
-    )
-    turns[place] += work.turns
-    return len(work.turns)
+    ask = messages.Ask(replica=member.name, version=member.version, room=1)
+    more, num_pending = self.coordinator.hand_out(ask, ask.room)
+    turns[place] += more
+    return len(more) + num_pending
 
 
 def share_out(rooms: Mapping[int, int], give: Callable[[int], int]) -> None:

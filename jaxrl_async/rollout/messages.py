@@ -43,6 +43,20 @@ class Ask:
   room: int
 
 
+class Ends(NamedTuple):
+  """What ends a turn besides what ends all turns of the run.
+
+  Attributes:
+    max_tokens: the turn ends when it has this many tokens; 0 is no limit.
+    stop: texts each of which ends the turn.
+    stop_token_ids: tokens each of which ends the turn.
+  """
+
+  max_tokens: int = 0
+  stop: tuple[str, ...] = ()
+  stop_token_ids: tuple[int, ...] = ()
+
+
 class Turn(NamedTuple):
   """One completion to generate: the next one of a trajectory.
 
@@ -66,6 +80,20 @@ class Turn(NamedTuple):
   stop: tuple[str, ...] = ()
   stop_token_ids: tuple[int, ...] = ()
   question: int | None = None
+
+  def until(self, ends: Ends) -> "Turn":
+    """Return the turn as it is if it ends there, too."""
+    if ends == Ends():
+      return self
+    limit = self.limit
+    if ends.max_tokens:
+      limit = min(limit, self.trajectory.turn_start + ends.max_tokens)
+    stop_token_ids = (*self.stop_token_ids, *ends.stop_token_ids)
+    return self._replace(
+      limit=limit,
+      stop=(*self.stop, *ends.stop),
+      stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,11 +121,13 @@ class Written(NamedTuple):
     trajectory: the rest of the trajectory so far. Its finish reason is None
       while the turn is being generated, `ABORTED` if the coordinator cancelled
       the group, and otherwise the reason why the turn ended.
+    num_cached: tokens at its beginning that did not have to be prefilled.
   """
 
   group: int
   begin: int
   trajectory: types.Trajectory
+  num_cached: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

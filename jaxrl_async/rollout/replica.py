@@ -215,6 +215,7 @@ class Replica:
           group=key[0].number,
           begin=begin,
           trajectory=sequence.trajectory(begin),
+          num_cached=sequence.num_cached or 0,
         )
       )
       self._num_known[key] = sequence.length

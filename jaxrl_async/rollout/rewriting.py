@@ -18,6 +18,7 @@ from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
+from jaxrl_async.rollout import environment as environment_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
@@ -29,11 +30,11 @@ class RewritingError(RuntimeError):
 
 
 class Rewritten:
-  """A recorded trajectory as far as it has been generated again.
+  """A recorded member of a group as far as it has been generated again.
 
   Attributes:
     admission: of its group.
-    trajectory: what there is.
+    branches: its trajectories, of which the last one may go on.
     is_done: whether its episode has ended.
   """
 
@@ -41,19 +42,21 @@ class Rewritten:
     self,
     admission: types.Admission,
     prompt: types.Prompt,
-    builds: Sequence[types.CacheBuild],
-    episode: episode_lib.Turns,
+    builds: Sequence[Sequence[types.CacheBuild]],
+    environment: environment_lib.Environment,
     settings: coordinator_settings_lib.CoordinatorSettings,
     *,
-    begun: types.Trajectory | None = None,
+    begun: Sequence[types.Trajectory] = (),
+    events: Sequence[types.Event] = (),
     member: int,
   ):
     """Begin with the first prompt of the episode, or with what is written.
 
     Args:
-      builds: the recorded caches, in order.
-      episode: of this member, not started.
-      begun: what a checkpoint holds of the trajectory, if it does.
+      builds: the recorded caches of each branch, in order.
+      environment: has the episode of this member.
+      begun: what a checkpoint holds of the branches, if it does.
+      events: the recorded calls of the episode.
 
     Raises:
       RewritingError: the record has no cache that continues what is written.
@@ -62,21 +65,38 @@ class Rewritten:
     self.admission = admission
     self.is_done = False
     self._settings = settings
-    self._episode = episode
+    self._environment = environment
     limit = len(prompt.tokens) + settings.max_completion_tokens
     self._limit = min(limit, settings.max_tokens)
-    if begun is None:
-      tokens = episode_lib.advance(episode, None)
-      assert tokens is not None
-      self.trajectory = episode_lib.First(tokens).trajectory(member)
+    self._episode = environment.open(
+      prompt,
+      key=(admission.index, member),
+      limit=self._limit,
+      recorded=begun,
+      events=events,
+    )
+    answer = environment.settled(self._episode.begin())
+    self._ends = answer.ends
+    if begun and len(begun[0].tokens):
+      self.branches = [dataclasses.replace(t, reward=None) for t in begun]
+      self._continue(answer)
     else:
-      pending = episode_lib.replay(episode, begun)
-      self.trajectory = dataclasses.replace(begun, reward=None)
-      self._continue(pending)
-    length = len(self.trajectory.tokens)
-    self._builds = collections.deque(b for b in builds if b.length >= length)
+      assert answer.tokens is not None
+      self.branches = [episode_lib.First(answer.tokens).trajectory(member)]
+    self._of_branches = [*map(collections.deque, builds)]
+    length = len(self.branches[-1].tokens)
+    while self._builds and self._builds[0].length < length:
+      self._builds.popleft()
     if not self.is_done:
       self._check_next()
+
+  @property
+  def _builds(self) -> collections.deque[types.CacheBuild]:
+    """The recorded caches of the last branch, from its next stretch on."""
+    number = len(self.branches) - 1
+    if number < len(self._of_branches):
+      return self._of_branches[number]
+    return collections.deque()
 
   @property
   def version(self) -> int:
@@ -96,12 +116,12 @@ class Rewritten:
     end = self._builds[1].length if len(self._builds) > 1 else self._limit
     turn = messages.Turn(
       admission=self.admission,
-      trajectory=self.trajectory,
+      trajectory=self.branches[-1],
       limit=min(end, self._limit),
       temperature=settings.temperature,
       stop=settings.stop,
       stop_token_ids=settings.stop_token_ids,
-    )
+    ).until(self._ends)
     return replica_lib.sequence_of(turn, tokenizer)
 
   def take(self, sequence: sequence_lib.Sequence) -> None:
@@ -111,16 +131,15 @@ class Rewritten:
       RewritingError: the trajectory goes on, and the record does not.
       EpisodeError: the episode failed.
     """
-    begin = len(self.trajectory.tokens)
+    last = self.branches[-1]
+    begin = len(last.tokens)
     new = sequence.trajectory(begin)
     arrays = {
-      name: np.concatenate([getattr(self.trajectory, name), getattr(new, name)])
+      name: np.concatenate([getattr(last, name), getattr(new, name)])
       for name in types.TOKEN_ARRAYS
     }
-    self.trajectory = dataclasses.replace(
-      self.trajectory,
-      **arrays,
-      cache_builds=(*self.trajectory.cache_builds, *new.cache_builds),
+    last = self.branches[-1] = dataclasses.replace(
+      last, **arrays, cache_builds=(*last.cache_builds, *new.cache_builds)
     )
     self._builds.popleft()
     reason = sequence.finish_reason
@@ -130,35 +149,38 @@ class Rewritten:
       and self._builds[0].length == sequence.length
     )
     if not is_cut:
-      self.trajectory.finish_reason = reason
-      self._continue(
-        episode_lib.advance(
-          self._episode, episode_lib.last_completion(self.trajectory)
-        )
-      )
+      last.finish_reason = reason
+      answer = self._episode.send(episode_lib.last_completion(last))
+      self._continue(self._environment.settled(answer))
     if not self.is_done:
       self._check_next()
 
-  def _continue(self, prompt: np.ndarray | None) -> None:
+  def _continue(self, answer: episode_lib.Answer) -> None:
     """Append the prompt of the next turn, if there is one, or end.
 
     The prompt is empty if the turn goes on.
     """
-    if prompt is None:
+    last, self._ends = self.branches[-1], answer.ends
+    if answer.tokens is None:
       self.is_done = True
-    elif len(self.trajectory.tokens) + len(prompt) < self._limit:
-      self.trajectory = episode_lib.extend(self.trajectory, prompt)
+    elif self._environment.may_go_on(self.branches, answer, self._limit):
+      follows = episode_lib.followed(last, answer)
+      if answer.is_anew:
+        self.branches.append(follows)
+      else:
+        self.branches[-1] = follows
     else:
-      self.trajectory.finish_reason = types.FinishReason.LENGTH
+      last.finish_reason = types.FinishReason.LENGTH
       self.is_done = True
+      self._episode.close()
 
   def _check_next(self) -> None:
-    length = len(self.trajectory.tokens)
+    last = self.branches[-1]
+    length = len(last.tokens)
     if not self._builds or self._builds[0].length != length:
       raise RewritingError(
-        f"group {self.admission.index}, member {self.trajectory.member} has"
-        f" {length} tokens, and the schedule says of no cache that continues"
-        " them"
+        f"group {self.admission.index}, member {last.member} has {length}"
+        " tokens, and the schedule says of no cache that continues them"
       )
 
 
@@ -226,9 +248,10 @@ class Rewriting:
         if one.is_done:
           continue
         if one.version < version:
+          member = one.branches[-1].member
           raise RewritingError(
-            f"group {one.admission.index}, member {one.trajectory.member} goes"
-            f" on with version {one.version} after {version}"
+            f"group {one.admission.index}, member {member} goes on with"
+            f" version {one.version} after {version}"
           )
         waiting = (
           ready if one.version == version else self._waiting[one.version]

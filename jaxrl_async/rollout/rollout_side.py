@@ -84,6 +84,8 @@ class RolloutSide(abc.ABC):
     """
     self._hear()
     self.coordinator.collect_scores()
+    for name, work in self.coordinator.collect_answers().items():
+      self._take(name, work)
     for name, work in self.coordinator.overdue().items():
       self._take(name, work)
     return self._go_on()
@@ -117,7 +119,10 @@ class RolloutSide(abc.ABC):
 
   @abc.abstractmethod
   def moving(self) -> object:
-    """Return a value that changes when something is generated or adopted."""
+    """Return a value that changes when something moves.
+
+    Something was generated or adopted, or an episode has answered.
+    """
 
   def stop(self) -> None:
     """End `run` before its next round."""

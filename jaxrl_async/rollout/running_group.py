@@ -10,7 +10,9 @@ import numpy as np
 from jaxrl_async import types
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import environment as environment_lib
 from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.rollout import messages
 
 # A piece shares the memory of its whole report, so it must not be kept long.
 _MAX_PIECES = 8
@@ -34,16 +36,24 @@ class Piece(NamedTuple):
 class RunningGroup:
   """A group that has not reached the buffer.
 
+  A member whose episode has begun anew has several trajectories, its branches.
+  Each is kept under its own number (`types.Trajectory.member`), like a member,
+  and only the last one may be unfinished.
+
   Attributes:
     limit: a turn ends when its trajectory has this many tokens.
-    episodes: the episode of each member.
+    episodes: the episode of each member, under the number of its first branch.
     unfinished: the members whose episodes have not ended.
-    replica: the replica that generates the unfinished members. None while they
-      wait for a replica.
+    pending: those of them whose episodes have to answer.
+    ends: of the last turn of each branch, what ends it besides what ends all.
+    first: the first prompt of the member that was started last.
+    replica: the replica that generates the other unfinished members, and that
+      gets the next turns of those that are pending. None while they wait for a
+      replica.
     score: the handle of the group's rewards. None until all members are
       finished.
-    failure: set as soon as the group has failed. The group ends when its
-      replica has reported the members it was still generating.
+    failure: set as soon as the group has failed, by `fail`. The group ends when
+      its replica has reported the members it was still generating.
     patience: how long its members may still be generated; None is for ever.
   """
 
@@ -51,10 +61,13 @@ class RunningGroup:
   prompt: types.Prompt
   limit: int
   times_s: dict[str, float]
-  episodes: dict[int, episode_lib.Turns] = dataclasses.field(
+  episodes: dict[int, environment_lib.Conversation] = dataclasses.field(
     default_factory=dict
   )
   unfinished: set[int] = dataclasses.field(default_factory=set)
+  pending: set[int] = dataclasses.field(default_factory=set)
+  ends: dict[int, messages.Ends] = dataclasses.field(default_factory=dict)
+  first: episode_lib.First | None = None
   replica: str | None = None
   score: service_lib.ScoreHandle | None = None
   failure: service_lib.RewardFailure | None = None
@@ -68,12 +81,16 @@ class RunningGroup:
     self._join([member])
     return self._known[member]
 
-  def last_completion(self, member: int) -> np.ndarray:
-    """Return a copy of the tokens generated in a member's last turn."""
-    new = [piece.new.tokens for piece in self._pieces.get(member, ())]
-    return np.concatenate(
-      [episode_lib.last_completion(self._known[member]), *new]
-    )
+  def last_completion(
+    self, member: int, num_cached: int
+  ) -> episode_lib.Written:
+    """Return a copy of what was generated in a member's last turn.
+
+    So many tokens of it were cached.
+    """
+    new = [piece.new for piece in self._pieces.get(member, ())]
+    completion = episode_lib.last_completion(self._known[member], *new)
+    return completion._replace(num_cached=num_cached)
 
   def set(self, trajectory: types.Trajectory) -> None:
     """Replace the trajectory of a member, or add the first one."""
@@ -84,15 +101,94 @@ class RunningGroup:
     """Return whether the member has a trajectory."""
     return member in self._known
 
+  def has_begun(self, member: int) -> bool:
+    """Return whether the episode of the member has shown its first prompt."""
+    return self.has(member) and len(self._known[member].tokens) > 0
+
   def group(self) -> types.RolloutGroup:
     """Return the group with its trajectories so far, in order of member."""
     self._join(list(self._pieces))
     return types.RolloutGroup(
       admission=self.admission,
       prompt=self.prompt,
-      trajectories=[self._known[member] for member in sorted(self._known)],
+      trajectories=[
+        self._with_events(m)
+        for m in sorted(self._known, key=lambda m: (m % types.MEMBERS, m))
+      ],
       times_s=dict(self.times_s),
     )
+
+  def _with_events(self, member: int) -> types.Trajectory:
+    """Return a trajectory with the events of its episode so far."""
+    trajectory, episode = self._known[member], self.episodes.get(member)
+    if episode is None or episode.context is None:
+      return trajectory
+    if (events := episode.context.events) != trajectory.events:
+      trajectory = dataclasses.replace(trajectory, events=events)
+      self._known[member] = trajectory
+    return trajectory
+
+  @property
+  def writable(self) -> list[int]:
+    """The members that a replica can generate now, in order."""
+    return sorted(self.unfinished - self.pending)
+
+  @property
+  def num_starting(self) -> int:
+    """The number of members whose episodes have to show their first prompt."""
+    return sum(not self.has_begun(member) for member in self.pending)
+
+  def has_episode(self, episode: environment_lib.Conversation) -> bool:
+    """Return whether it is the episode of a member."""
+    return self.episodes.get(episode.key[1] % types.MEMBERS) is episode
+
+  def branches(self, member: int) -> list[types.Trajectory]:
+    """Return the branches of a member up to this one, as last reported."""
+    numbers = range(member % types.MEMBERS, member + 1, types.MEMBERS)
+    return [self.trajectory(number) for number in numbers]
+
+  def follow(self, member: int, answer: episode_lib.Answer) -> int:
+    """Continue a member's last branch, or begin its next one.
+
+    Returns:
+      The number of the branch that goes on.
+    """
+    assert answer.tokens is not None
+    if not answer.is_anew:
+      self.set(episode_lib.extend(self.trajectory(member), answer.tokens))
+      return member
+    self.unfinished.discard(member)
+    episode = self.episodes[member % types.MEMBERS]
+    member += types.MEMBERS
+    episode.key = self.admission.index, member
+    self.start(member, answer.tokens)
+    self.unfinished.add(member)
+    return member
+
+  def start(self, member: int, tokens: np.ndarray) -> None:
+    """Begin a trajectory of a member with the first prompt of it.
+
+    Raises:
+      EpisodeError: it leaves no room.
+    """
+    if len(tokens) >= self.limit:
+      raise episode_lib.no_room(tokens, self.limit)
+    if self.first is None or not self.first.is_equal(tokens):
+      self.first = episode_lib.First(tokens)
+    self.set(self.first.trajectory(member))
+
+  def finish(self, member: int) -> None:
+    """Mark a member as finished, and end its episode if it has not ended."""
+    self.unfinished.discard(member)
+    self.pending.discard(member)
+    self.episodes[member % types.MEMBERS].close()
+
+  def fail(self, failure: service_lib.RewardFailure) -> None:
+    """Let the group fail: its episodes end, and those pending are aborted."""
+    self.failure = failure
+    for episode in self.episodes.values():
+      episode.close()
+    self.abort(list(self.pending))
 
   def add(self, begin: int, piece: Piece) -> None:
     """Append what a replica reported after the first `begin` tokens.
@@ -128,6 +224,7 @@ class RunningGroup:
         self.trajectory(member), finish_reason=types.FinishReason.ABORTED
       )
       self.unfinished.remove(member)
+      self.pending.discard(member)
 
   def _join(self, members: Sequence[int]) -> None:
     """Append their pieces to what is known of these members."""
@@ -179,6 +276,7 @@ def joined(
         reward=one.reward,
         writers=writers,
         cache_builds=builds,
+        events=one.events,
       )
     )
   return found
@@ -188,17 +286,24 @@ def scored(
   group: types.RolloutGroup,
   outcome: Sequence[types.Reward | service_lib.RewardFailure],
 ) -> types.RolloutGroup:
-  """Return a group with its rewards, without the members that have none."""
+  """Return a group with its rewards, without the members that have none.
+
+  Args:
+    group: as it was generated.
+    outcome: of each member.
+  """
   kept, dropped = [], []
-  for trajectory, found in zip(group.trajectories, outcome, strict=True):
+  for branches, found in zip(group.branches(), outcome, strict=True):
     if isinstance(found, types.Reward):
-      trajectory.reward = found
-      kept.append(trajectory)
+      own = types.shares(found, branches)
+      for trajectory, reward in zip(branches, own, strict=True):
+        trajectory.reward = reward
+      kept += branches
     else:
       dropped.append(
         types.Dropped(
-          member=trajectory.member,
-          num_completion_tokens=trajectory.num_completion_tokens,
+          member=branches[0].member,
+          num_completion_tokens=sum(t.num_completion_tokens for t in branches),
           reason=found.reason,
         )
       )

@@ -16,9 +16,9 @@ from jaxrl_async.weights import weight_transfer
 class WeightFetch:
   """One version on its way from the channel to the engine's devices.
 
-  Its thread calls nothing of the engine but `load_params`, which runs no
-  program on what a channel has placed. Two programs that two threads start on
-  several devices could wait for each other for ever.
+  Its thread calls nothing of the engine but `load_params`. On several devices
+  that runs no program on what a channel has placed: two programs that two
+  threads start there could wait for each other for ever.
 
   Threads: the thread that drives the replica creates and reads it.
   """

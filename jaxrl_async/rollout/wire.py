@@ -20,7 +20,7 @@ _NUMBERS = {reason: number for number, reason in enumerate(_REASONS)}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PackedTrajectories:
-  """N trajectories with T tokens in all, end to end; without rewards.
+  """N trajectories with T tokens in all, without rewards and events.
 
   Attributes:
     reasons: of each finish reason, its index in `types.FinishReason` plus one;
@@ -49,6 +49,7 @@ class PackedReport:
   replica: str
   groups: Int[np.ndarray, "N"]
   begins: Int[np.ndarray, "N"]
+  cached: Int[np.ndarray, "N"]
   trajectories: PackedTrajectories
 
 
@@ -138,6 +139,7 @@ def pack_report(report: messages.Report) -> PackedReport:
     replica=report.replica,
     groups=np.array([one.group for one in written], np.int64),
     begins=np.array([one.begin for one in written], np.int32),
+    cached=np.array([one.num_cached for one in written], np.int32),
     trajectories=pack_trajectories([one.trajectory for one in written]),
   )
 
@@ -147,11 +149,12 @@ def unpack_report(packed: PackedReport) -> messages.Report:
   return messages.Report(
     replica=packed.replica,
     written=tuple(
-      messages.Written(group=group, begin=begin, trajectory=trajectory)
-      for group, begin, trajectory in zip(
+      messages.Written(group, begin, trajectory, num_cached)
+      for group, begin, trajectory, num_cached in zip(
         packed.groups.tolist(),
         packed.begins.tolist(),
         unpack_trajectories(packed.trajectories),
+        packed.cached.tolist(),
         strict=True,
       )
     ),

@@ -41,9 +41,10 @@ class RolloutWorker(rollout_side.RolloutSide):
   # -- other threads --------------------------------------------------------
 
   def moving(self) -> object:
-    """Return a value that changes when something is generated or adopted."""
+    """Return a value that changes when something moves; see `RolloutSide`."""
     answered = self.replica.scheduler.stats.evaluation_tokens
-    return self.replica.group_tokens, answered, self.replica.version
+    written = self.replica.group_tokens, answered
+    return *written, self.coordinator.num_answers, self.replica.version
 
   def totals(self) -> dict[str, int | float]:
     """Return the counters that `RolloutSide.totals` names."""
@@ -110,10 +111,11 @@ class RolloutWorker(rollout_side.RolloutSide):
       self._gate.show("waiting for a question")
       self.coordinator.has_prompt(timeout_s=_IDLE_S)
       return
-    is_scoring = self.coordinator.is_scoring
-    # Nothing wakes this thread when a score or a request arrives, so that the
-    # wait has to be short if either may come.
-    is_short = is_scoring or self.replica.serves_clients
+    coordinator = self.coordinator
+    awaits_others = coordinator.is_scoring or coordinator.awaits_answers
+    # Nothing wakes this thread when a score, an answer of an episode or a
+    # request arrives, so that the wait has to be short if one may come.
+    is_short = awaits_others or self.replica.serves_clients
     timeout_s = _IDLE_S if is_short else 10 * _IDLE_S
     if version < newest:
       self._gate.show(f"waiting for weights of version {newest}")
@@ -122,8 +124,12 @@ class RolloutWorker(rollout_side.RolloutSide):
       # The buffer may admit groups, and none is handed out.
       self._gate.show("waiting for the end of an evaluation")
       self.replica.wait_for_weights(timeout_s)
+    elif coordinator.awaits_answers:
+      # The buffer may admit groups for which episodes leave no room.
+      self._gate.show("waiting for episodes to answer")
+      self.replica.wait_for_weights(timeout_s)
     else:
       self._gate.show("waiting for admission or scores")
       self.coordinator.wait_for_admission(version, newest, timeout_s)
-    if not is_scoring:
+    if not awaits_others:
       self._wait_s += time.perf_counter() - start_s

@@ -15,9 +15,10 @@ from jaxrl_async import types
 from jaxrl_async.serving import bodies
 from jaxrl_async.serving import errors
 from jaxrl_async.serving import generation
+from jaxrl_async.serving import tool_calls
 
 _GRACE_S = 30.0  # added to the deadline, for clients that read slowly
-_FINISH = {
+FINISH = {
   types.FinishReason.EOS: "stop",
   types.FinishReason.STOP: "stop",
   types.FinishReason.LENGTH: "length",
@@ -36,6 +37,7 @@ class Shape:
     has_logprobs: include logprobs of the chosen tokens.
     has_token_ids: include token ids, their policy versions and the prompt's
       ids.
+    has_id_texts: in logprobs, the text of a token is "token_id:" and its id.
     has_usage: end a streamed answer with token counts.
   """
 
@@ -45,6 +47,7 @@ class Shape:
   num_choices: int
   has_logprobs: bool
   has_token_ids: bool
+  has_id_texts: bool
   has_usage: bool
   created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
   name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
@@ -60,11 +63,13 @@ class Shape:
     A choice without a finish reason was cut off by the deadline.
     """
     num_written = sum(len(c.tokens) for c in choices)
+    num_cached = {c.choice: c.num_cached for c in choices}
     records = [self._choice(c, is_first=True, is_whole=True) for c in choices]
     return {
       **self._head("chat.completion", choices),
+      **self._prompt_of_chat(),
       "choices": records,
-      "usage": self._usage(num_written),
+      "usage": self._usage(num_written, num_cached),
     }
 
   def event(self, piece: generation.Piece, is_first: bool) -> dict[str, Any]:
@@ -76,16 +81,24 @@ class Shape:
     """
     return {
       **self._head("chat.completion.chunk", [piece]),
+      **(self._prompt_of_chat() if is_first else {}),
       "choices": [self._choice(piece, is_first=is_first, is_whole=False)],
       **({"usage": None} if self.has_usage else {}),
     }
 
-  def usage_event(self, num_written: int) -> dict[str, Any]:
-    """Return the event with the token counts, which comes last."""
+  def usage_event(
+    self, num_written: int, num_cached: dict[int, int]
+  ) -> dict[str, Any]:
+    """Return the event with the token counts, which comes last.
+
+    Args:
+      num_written: tokens of all choices.
+      num_cached: of each choice, as in `generation.Piece`.
+    """
     return {
       **self._head("chat.completion.chunk", []),
       "choices": [],
-      "usage": self._usage(num_written),
+      "usage": self._usage(num_written, num_cached),
     }
 
   def _head(self, kind: str, pieces: list[generation.Piece]) -> dict[str, Any]:
@@ -100,12 +113,26 @@ class Shape:
       "system_fingerprint": newest,
     }
 
-  def _usage(self, num_written: int) -> dict[str, int]:
+  def _prompt_of_chat(self) -> dict[str, Any]:
+    # As with vLLM's server: completions have it in each choice.
+    if not (self.is_chat and self.has_token_ids):
+      return {}
+    return {"prompt_token_ids": self.prompt_tokens[0]}
+
+  def _usage(
+    self, num_written: int, num_cached: dict[int, int]
+  ) -> dict[str, Any]:
+    # A prompt counts once, and so does what was cached of it when its first
+    # choice began.
+    first = range(0, self.count, self.num_choices)
     num_read = sum(map(len, self.prompt_tokens))
     return {
       "prompt_tokens": num_read,
       "completion_tokens": num_written,
       "total_tokens": num_read + num_written,
+      "prompt_tokens_details": {
+        "cached_tokens": sum(num_cached.get(choice, 0) for choice in first)
+      },
     }
 
   def _choice(
@@ -114,18 +141,22 @@ class Shape:
     record: dict[str, Any] = {"index": piece.choice}
     if not self.is_chat:
       record["text"] = piece.text
-    elif is_whole:
-      record["message"] = {
-        "role": "assistant",
-        "content": piece.text,
-        "refusal": None,
-      }
     else:
-      role = {"role": "assistant"} if is_first else {}
-      record["delta"] = {**role, "content": piece.text}
+      calls = [tool_calls.record(call) for call in piece.calls]
+      said: dict[str, Any] = {"role": "assistant"} if is_first else {}
+      said["content"] = piece.text or (None if calls else "")
+      if is_whole:
+        said["refusal"] = None
+      else:
+        calls = [{"index": i, **call} for i, call in enumerate(calls)]
+      if calls:
+        said["tool_calls"] = calls
+      record["message" if is_whole else "delta"] = said
     record["logprobs"] = self._logprobs(piece) if self.has_logprobs else None
     reason = piece.finish_reason
-    record["finish_reason"] = None if reason is None else _FINISH[reason]
+    record["finish_reason"] = None if reason is None else FINISH[reason]
+    if piece.calls and record["finish_reason"] == "stop":
+      record["finish_reason"] = "tool_calls"
     if is_whole and reason is None:
       # OpenAI's interface has no reason for a deadline; this one is the
       # closest.
@@ -133,16 +164,19 @@ class Shape:
     if self.has_token_ids:
       record["token_ids"] = piece.tokens
       record["policy_versions"] = piece.policy_versions
-      if is_first:
+      if is_first and not self.is_chat:
         prompt = self.prompt_tokens[piece.choice // self.num_choices]
         record["prompt_token_ids"] = prompt
     return record
 
   def _logprobs(self, piece: generation.Piece) -> dict[str, Any]:
     logprobs = [max(x, _MIN_LOGPROB) for x in piece.logprobs]
+    texts = piece.token_texts
+    if self.has_id_texts:
+      texts = [f"token_id:{token}" for token in piece.tokens]
     if not self.is_chat:
       return {
-        "tokens": piece.token_texts,
+        "tokens": texts,
         "token_logprobs": logprobs,
         "top_logprobs": None,
         "text_offset": piece.offsets,
@@ -155,7 +189,7 @@ class Shape:
         "top_logprobs": [],
       }
       for text, own, logprob in zip(
-        piece.token_texts, piece.token_bytes, logprobs, strict=True
+        texts, piece.token_bytes, logprobs, strict=True
       )
     ]
     return {"content": content, "refusal": None}
@@ -249,20 +283,21 @@ class Answer(responses.Response):
         }
       )
 
-    begun: set[int] = set()
+    num_cached: dict[int, int] = {}  # of the choices that have begun
     num_written = 0
     try:
       while piece is not None:
         num_written += len(piece.tokens)
-        is_first = piece.choice not in begun
-        begun.add(piece.choice)
+        is_first = piece.choice not in num_cached
+        num_cached[piece.choice] = piece.num_cached
         await send_event(_dumps(self._shape.event(piece, is_first)))
         piece = await self._writing.next()
     except errors.ApiError as error:
       await send_event(_dumps(error.body()), is_last=True)
       return
     if self._shape.has_usage:
-      await send_event(_dumps(self._shape.usage_event(num_written)))
+      usage = self._shape.usage_event(num_written, num_cached)
+      await send_event(_dumps(usage))
     await send_event("[DONE]", is_last=True)
 
 

@@ -125,7 +125,11 @@ async def receive(
     raise errors.ApiError(
       415, "send the body as content-type: application/json"
     )
-  too_large = errors.ApiError(413, f"the body has more than {most_bytes} bytes")
+  too_large = errors.ApiError(
+    413,
+    f"the body has more than {most_bytes} bytes",
+    code="context_length_exceeded",
+  )
   length = request.headers.get("content-length", "0")
   if not length.isdecimal() or int(length[:20]) > most_bytes:
     raise too_large

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.engine import sampling
+from jaxrl_async.serving import guided
 
 MAX_SEED = 2**31 - 1
 
@@ -30,6 +31,8 @@ class RequestError(enum.StrEnum):
   DEADLINE = "the request's deadline passed"
   SHUT_DOWN = "the server is shutting down"
   FAILED = "the engine failed"
+  GUIDE = "the grammar of the request took too much to follow"
+  OVER = "the session is over, or may make no further call"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +54,7 @@ class Request:
     client: name of the client, if it is known. Slots are shared fairly between
       clients.
     adapter: number of the adapter that continues the prompts; 0 is the policy.
+    guide: of which each choice gets a copy; None allows all tokens.
   """
 
   prompts: tuple[Int[np.ndarray, "_"], ...]
@@ -62,6 +66,7 @@ class Request:
   deadline_s: float
   client: str = ""
   adapter: int = 0
+  guide: guided.Guide | None = None
 
   @property
   def all_choices(self) -> int:
@@ -82,6 +87,7 @@ class Update:
     tokens: ids of the new tokens. The arrays may be empty in the last update.
     logprobs: logprob of each new token.
     policy_versions: version of the weights that sampled each new token.
+    num_cached: tokens of its prompt that did not have to be prefilled.
     finish_reason: why the choice ended; set only in its last update.
     error: a `RequestError`. It ends all unfinished choices of the request, and
       no further update follows.
@@ -91,5 +97,6 @@ class Update:
   tokens: Int[np.ndarray, "T"]
   logprobs: Float[np.ndarray, "T"]
   policy_versions: Int[np.ndarray, "T"]
+  num_cached: int = 0
   finish_reason: types.FinishReason | None = None
   error: str | None = None

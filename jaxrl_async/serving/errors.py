@@ -98,3 +98,11 @@ async def on_defect(
   """Answer any other exception, which is a bug; the traceback is logged."""
   del request, error
   return ApiError(500, "the server failed; its log says why").response()
+
+
+# Of a Starlette application, by the kind of exception.
+HANDLERS: dict[Any, Any] = {
+  ApiError: on_api_error,
+  exceptions.HTTPException: on_http_exception,
+  Exception: on_defect,
+}

@@ -26,6 +26,8 @@ class ServeSettings:
     max_waiting: most requests at a time, including those that run.
     drain_s: time that requests have left after a stop signal.
     adapters: names of further models, each an adapter of the policy.
+    tool_format: how the policy writes calls of tools; "" finds it in the chat
+      template.
   """
 
   host: str = "127.0.0.1"
@@ -37,6 +39,7 @@ class ServeSettings:
   drain_s: float = 30.0
   limits: bodies.Limits = dataclasses.field(default_factory=bodies.Limits)
   adapters: tuple[str, ...] = ()
+  tool_format: str = ""
 
 
 def load_chat_template(
@@ -110,6 +113,7 @@ class Front:
       api_key=settings.api_key,
       limits=settings.limits,
       adapters=settings.adapters,
+      tool_format=settings.tool_format,
     )
     max_connections = 4 * settings.max_waiting + 64
     try:

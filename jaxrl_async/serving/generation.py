@@ -10,8 +10,10 @@ from jaxrl_async import types
 from jaxrl_async.serving import client_request
 from jaxrl_async.serving import errors
 from jaxrl_async.serving import requests as requests_lib
+from jaxrl_async.serving import tool_calls
 from jaxrl_async.text import stop_strings
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.tools import formats
 
 _GRACE_S = 1.0  # time for the engine's thread to report a passed deadline
 
@@ -23,33 +25,39 @@ class Piece:
   Attributes:
     choice: index among all choices of the answer.
     text: text to show; it may lag behind the tokens.
+    calls: calls of tools, in the last piece of the choice.
     tokens, logprobs, policy_versions: one entry per token.
     token_texts, token_bytes, offsets: the text that became certain with each
       token, so that they join to the text of all; the bytes that it stands for;
       and the number of characters before it. A token that is not shown has its
       name. They are empty unless requested.
+    num_cached: tokens of its prompt that did not have to be prefilled.
     finish_reason: set in the last piece of the choice.
   """
 
   choice: int
   text: str = ""
+  calls: list[formats.Call] = dataclasses.field(default_factory=list)
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   policy_versions: list[int] = dataclasses.field(default_factory=list)
   token_texts: list[str] = dataclasses.field(default_factory=list)
   token_bytes: list[bytes] = dataclasses.field(default_factory=list)
   offsets: list[int] = dataclasses.field(default_factory=list)
+  num_cached: int = 0
   finish_reason: types.FinishReason | None = None
 
   def extend(self, more: "Piece") -> None:
     """Append the next piece of the same choice."""
     self.text += more.text
+    self.calls += more.calls
     self.tokens += more.tokens
     self.logprobs += more.logprobs
     self.policy_versions += more.policy_versions
     self.token_texts += more.token_texts
     self.token_bytes += more.token_bytes
     self.offsets += more.offsets
+    self.num_cached = more.num_cached
     self.finish_reason = more.finish_reason
 
 
@@ -62,8 +70,14 @@ class _Choice:
     tokenizer: tokenizer_lib.Tokenizer,
     request: client_request.Request,
     has_token_texts: bool,
+    tool_format: str | None,
   ):
     self._index = index
+    self._calls = None
+    if tool_format is not None:
+      marks = formats.FORMATS[tool_format].marks
+      tokenizer = tokenizer.showing(marks)
+      self._calls = tool_calls.CallText(tool_format)
     self._tokenizer = tokenizer
     self._shown = stop_strings.CompletionText(
       tokenizer,
@@ -76,12 +90,14 @@ class _Choice:
   def piece(self, update: client_request.Update) -> Piece:
     """Return the piece that an update adds."""
     tokens = update.tokens.tolist()
+    text = self._shown.add(tokens)
     piece = Piece(
       choice=self._index,
-      text=self._shown.add(tokens),
+      text=text if self._calls is None else self._calls.add(text),
       tokens=tokens,
       logprobs=update.logprobs.tolist(),
       policy_versions=update.policy_versions.tolist(),
+      num_cached=update.num_cached,
       finish_reason=update.finish_reason,
     )
     if self._whole is not None:
@@ -93,7 +109,10 @@ class _Choice:
 
   def finish(self, piece: Piece) -> None:
     """Add the text that was not shown yet; no more tokens will follow."""
-    piece.text += self._shown.finish()
+    text = self._shown.finish()
+    if self._calls is not None:
+      text, piece.calls = self._calls.finish(text)
+    piece.text += text
     if self._whole is not None and piece.tokens:
       rest = self._whole.finish()
       shown = [i for i, t in enumerate(piece.tokens) if self._is_shown(t)]
@@ -136,6 +155,7 @@ class Generation:
     request: client_request.Request,
     *,
     has_token_texts: bool,
+    tool_format: str | None = None,
   ):
     """Prepare a request; `submit` queues it.
 
@@ -144,6 +164,7 @@ class Generation:
       tokenizer: of the policy.
       request: what the client asks for.
       has_token_texts: whether pieces hold the text of each token by itself.
+      tool_format: how the policy writes calls of tools, if it may call any.
     """
     self._queue = queue
     self._request = request
@@ -152,6 +173,7 @@ class Generation:
     self._loop = asyncio.get_running_loop()
     self._tokenizer = tokenizer
     self._has_token_texts = has_token_texts
+    self._tool_format = tool_format
     self._choices: list[_Choice] = []
     self._num_unfinished = request.all_choices
 
@@ -165,7 +187,13 @@ class Generation:
     try:
       self._queue.check(self._request)
       self._choices = [
-        _Choice(index, self._tokenizer, self._request, self._has_token_texts)
+        _Choice(
+          index,
+          self._tokenizer,
+          self._request,
+          self._has_token_texts,
+          self._tool_format,
+        )
         for index in range(self._request.all_choices)
       ]
       self._handle = self._queue.submit(self._request, self._receive)
@@ -207,6 +235,8 @@ class Generation:
       raise Late()
     if update.error == client_request.RequestError.SHUT_DOWN:
       raise _shutting_down()
+    if update.error == client_request.RequestError.OVER:
+      raise over()
     if update.error is not None:
       raise errors.ApiError(500, update.error)
     piece = self._choices[update.choice].piece(update)
@@ -241,6 +271,13 @@ class Late(errors.ApiError):
 def _shutting_down() -> errors.ApiError:
   return errors.ApiError(
     503, "the server is shutting down", headers={"retry-after": "10"}
+  )
+
+
+def over() -> errors.ApiError:
+  """Return the refusal of a call to a session that answers none any more."""
+  return errors.ApiError(
+    403, client_request.RequestError.OVER, code="session_over"
   )
 
 

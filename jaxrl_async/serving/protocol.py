@@ -2,14 +2,18 @@
 
 Nothing that a client asks for is silently ignored. A field that OpenAI defines
 but this server does not support is accepted only with a value that has no
-effect, such as its default. A field that neither defines is refused. The only
-fields that are read and ignored are those that identify the caller (`user`,
-`safety_identifier`, `prompt_cache_key`).
+effect, such as its default, and so is a field of vLLM's server. A field that
+none of them defines is refused. The only fields that are read and ignored are
+those that label a request or identify the caller (`user`, `metadata`,
+`safety_identifier`, `prompt_cache_key`, `session_id`).
 """
 
+import contextlib
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
+import pydantic_core
 
 from jaxrl_async.serving import bodies
 from jaxrl_async.serving import errors
@@ -21,28 +25,59 @@ _MAX_FIELDS = 100  # far more than any object of the interface has
 
 # Unsupported field -> the values besides null with which it has no effect.
 _ANYWHERE = {
+  "echo": (False,),
   "frequency_penalty": (0,),
-  "presence_penalty": (0,),
   "logit_bias": ({},),
-  "metadata": ({},),
-  "store": (False,),
+  "presence_penalty": (0,),
   "service_tier": ("auto", "default"),
+  "store": (False,),
+  # Fields of vLLM's server.
+  "allowed_token_ids": (),
+  "bad_words": ([],),
+  "cache_salt": (),
+  "include_stop_str_in_output": (False,),
+  "kv_transfer_params": (),
+  "length_penalty": (1,),
+  "logits_processors": ([],),
+  "priority": (0,),
+  "prompt_logprobs": (),
+  "repetition_penalty": (1,),
+  "request_id": (),
+  "skip_special_tokens": (True,),
+  "spaces_between_special_tokens": (True,),
+  "structured_outputs": (),
+  "truncate_prompt_tokens": (),
+  "use_beam_search": (False,),
+  "vllm_xargs": ({},),
 }
-_COMPLETION = {"echo": (False,), "suffix": ("",)}
+_COMPLETION = {
+  "add_special_tokens": (True,),
+  "prompt_embeds": (),
+  "suffix": ("",),
+}
+# What vLLM's server passes to a chat template.
+_TEMPLATE = {
+  "chat_template": (),
+  "chat_template_kwargs": ({},),
+  "continue_final_message": (False,),
+  "media_io_kwargs": ({},),
+  "mm_processor_kwargs": ({},),
+}
 _CHAT = {
+  **_TEMPLATE,
+  "add_generation_prompt": (True,),
+  "add_special_tokens": (False,),
   "audio": (),
+  "documents": ([],),
   "function_call": ("none",),
   "functions": ([],),
+  "include_reasoning": (True,),
   "modalities": (["text"],),
   "moderation": (),
-  "parallel_tool_calls": (True,),
   "prediction": (),
   "prompt_cache_options": (),
   "prompt_cache_retention": (),
   "reasoning_effort": (),
-  "response_format": ({"type": "text"},),
-  "tool_choice": ("none", "auto"),
-  "tools": ([],),
   "verbosity": (),
   "web_search_options": (),
 }
@@ -51,7 +86,6 @@ _MESSAGE = {
   "audio": (),
   "function_call": (),
   "refusal": (),
-  "tool_calls": ([],),
 }
 
 
@@ -97,8 +131,38 @@ class _Body(pydantic.BaseModel):
 class StreamOptions(_Body):
   """Options of a streamed answer."""
 
+  neutral: ClassVar[dict[str, tuple]] = {"continuous_usage_stats": (False,)}
   include_usage: bool = False
   include_obfuscation: Literal[False] = False
+
+
+class JsonSchema(_Body):
+  """A schema that an answer has to fit; it does so whatever `strict` says."""
+
+  name: str = ""
+  description: str = ""
+  strict: bool = True
+  fields: dict[str, Any] = pydantic.Field(alias="schema")
+
+
+class ResponseFormat(_Body):
+  """What an answer is: any text, an object in JSON, or JSON of a schema."""
+
+  type: Literal["text", "json_object", "json_schema"]
+  json_schema: JsonSchema | None = None
+
+  @pydantic.model_validator(mode="after")
+  def _check_schema(self):
+    if (self.type == "json_schema") != (self.json_schema is not None):
+      raise ValueError("json_schema: belongs to the type json_schema")
+    return self
+
+  @property
+  def schema_of_answer(self) -> dict[str, Any] | None:
+    """The JSON schema, or None for any text."""
+    if self.json_schema is not None:
+      return self.json_schema.fields
+    return None if self.type == "text" else {"type": "object"}
 
 
 class _Wanted(_Body):
@@ -111,9 +175,11 @@ class _Wanted(_Body):
   stop: tuple[str, ...] = ()
   seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
   max_tokens: int | None = pydantic.Field(None, ge=1, le=_MAX_INT)
+  response_format: ResponseFormat = ResponseFormat(type="text")
   temperature: float = pydantic.Field(1.0, ge=0, le=2)
   top_p: float = pydantic.Field(1.0, gt=0, le=1)
   user: str = ""
+  metadata: dict[str, str] = {}
   # Fields that OpenAI does not define.
   top_k: int = pydantic.Field(0, ge=-1, le=_MAX_INT)
   min_p: float = pydantic.Field(0.0, ge=0, le=1)
@@ -121,6 +187,8 @@ class _Wanted(_Body):
   stop_token_ids: Annotated[list[int], pydantic.FailFast()] = []
   ignore_eos: bool = False
   return_token_ids: bool = False
+  return_tokens_as_token_ids: bool = False
+  session_id: str = ""
   deadline_s: float | None = pydantic.Field(None, gt=0)
 
   @pydantic.field_validator("stop", mode="before")
@@ -198,17 +266,49 @@ class Completion(_Wanted):
     return prompts
 
 
+class CalledFunction(_Body):
+  """The function that an assistant called, and with which arguments."""
+
+  name: str = pydantic.Field(min_length=1)
+  arguments: str
+
+  @pydantic.field_validator("arguments")
+  @classmethod
+  def _check_object(cls, value: str) -> str:
+    arguments = None
+    with contextlib.suppress(ValueError, RecursionError):
+      arguments = json.loads(value)
+    if not isinstance(arguments, dict):
+      raise ValueError("must be an object in JSON")
+    return value
+
+
+class ToolCall(_Body):
+  """One call in an assistant's message."""
+
+  neutral: ClassVar[dict[str, tuple]] = {"index": tuple(range(128))}
+  id: str = ""
+  type: Literal["function"] = "function"
+  function: CalledFunction
+
+
 class Message(_Body):
   """One message of a chat; text only."""
 
   neutral: ClassVar[dict[str, tuple]] = _MESSAGE
-  role: Literal["system", "developer", "user", "assistant"]
-  content: str
+  role: Literal["system", "developer", "user", "assistant", "tool"]
+  tool_calls: list[ToolCall] = []
+  tool_call_id: str | None = None
+  content: str = pydantic.Field(None, validate_default=True)
   name: str | None = None
 
   @pydantic.field_validator("content", mode="before")
   @classmethod
-  def _join_parts(cls, value: Any) -> Any:
+  def _join_parts(cls, value: Any, info: Any) -> Any:
+    if value is None:  # left out, which only a message with calls may do
+      if not info.data.get("tool_calls"):
+        raise pydantic_core.PydanticCustomError("missing", "")
+      return ""
     if not isinstance(value, list):
       return value
     for part in value:
@@ -221,6 +321,54 @@ class Message(_Body):
         raise ValueError('parts must be {"type": "text", "text": …}')
     return "".join(part["text"] for part in value)
 
+  @pydantic.model_validator(mode="after")
+  def _check_role(self):
+    if self.tool_calls and self.role != "assistant":
+      raise ValueError("tool_calls: only an assistant calls tools")
+    if self.tool_call_id is not None and self.role != "tool":
+      raise ValueError("tool_call_id: only for messages of the role 'tool'")
+    return self
+
+  def for_template(self) -> dict[str, Any]:
+    """Return the message as chat templates take it."""
+    given = self.model_dump(exclude_unset=True)
+    for call in given.get("tool_calls", ()):
+      function = call["function"]
+      function["arguments"] = json.loads(function["arguments"])
+    return {**given, "content": self.content}
+
+
+class Function(_Body):
+  """What a tool does, and the schema of its arguments."""
+
+  name: str = pydantic.Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+  description: str = ""
+  parameters: dict[str, Any] = {}
+  strict: bool = False
+
+
+class Tool(_Body):
+  """A tool that the policy may call."""
+
+  type: Literal["function"]
+  function: Function
+
+
+class NamedFunction(_Body):
+  """The function that has to be called."""
+
+  name: str
+
+
+class NamedTool(_Body):
+  """A choice of one tool, which has to be called."""
+
+  type: Literal["function"]
+  function: NamedFunction
+
+
+_Tools = Annotated[list[Tool], pydantic.FailFast()]
+
 
 class Chat(_Wanted):
   """The body of POST /v1/chat/completions."""
@@ -232,14 +380,37 @@ class Chat(_Wanted):
   max_completion_tokens: int | None = pydantic.Field(None, ge=1, le=_MAX_INT)
   logprobs: bool = False
   top_logprobs: int = pydantic.Field(0, ge=0)
+  tools: _Tools = []
+  tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+  parallel_tool_calls: bool = True
   safety_identifier: str = ""
   prompt_cache_key: str = ""
+
+  @property
+  def shown_tools(self) -> list[Tool]:
+    """The tools that the policy may call."""
+    if isinstance(self.tool_choice, NamedTool):
+      name = self.tool_choice.function.name
+      return [tool for tool in self.tools if tool.function.name == name]
+    return [] if self.tool_choice == "none" else self.tools
 
   @pydantic.model_validator(mode="after")
   def _check_tokens_and_alternatives(self):
     if self.top_logprobs:
       raise _unsupported(
         "top_logprobs", "logprobs returns those of the chosen tokens"
+      )
+    names = [tool.function.name for tool in self.tools]
+    choice = self.tool_choice
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+      raise ValueError(
+        f"tool_choice: {choice.function.name!r} is none of tools"
+      )
+    if choice == "required" and not names:
+      raise ValueError("tool_choice: requires a call, but there are no tools")
+    if len(set(names)) < len(names):
+      raise errors.ApiError(
+        400, "tools: two of them have the same name", param="tools"
       )
     both = self.max_tokens, self.max_completion_tokens
     if None not in both and both[0] != both[1]:
@@ -249,6 +420,32 @@ class Chat(_Wanted):
         param="max_completion_tokens",
       )
     return self
+
+
+class Tokenize(_Body):
+  """The body of POST /tokenize: a text or a chat, as vLLM's server takes it."""
+
+  neutral: ClassVar[dict[str, tuple]] = _TEMPLATE
+  model: str | None = None
+  prompt: str | None = None
+  messages: Annotated[list[Message], pydantic.FailFast()] = []
+  tools: _Tools = []
+  add_generation_prompt: bool = True
+  add_special_tokens: bool | None = None
+  return_token_strs: bool = False
+
+  @pydantic.model_validator(mode="after")
+  def _check_one(self):
+    if (self.prompt is None) == (not self.messages):
+      raise ValueError("needs either a prompt or messages")
+    return self
+
+
+class Detokenize(_Body):
+  """The body of POST /detokenize, as vLLM's server takes it."""
+
+  model: str | None = None
+  tokens: Annotated[list[int], pydantic.FailFast()]
 
 
 def _unsupported(name: str, instead: str) -> errors.ApiError:

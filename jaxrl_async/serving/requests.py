@@ -369,6 +369,7 @@ class RequestQueue:
       stop=stop,
       owner=handle.owner,
       adapter=request.adapter,
+      guide=None if request.guide is None else request.guide.copy(),
     )
     handle.num_begun += 1
     handle.writing[choice] = sequence
@@ -397,6 +398,11 @@ class RequestQueue:
         if not handle.is_cancelled:
           self.stats.finished += 1
           self._on_time("latency", time.monotonic() - handle.submitted_s)
+      guides = [sequence.guide for _, sequence in writing]
+      if any(guide is not None and guide.error for guide in guides):
+        self._report(handle, client_request.RequestError.GUIDE)
+        self.cancel(handle)  # whatever of it is still being written
+        continue
       for choice, sequence in writing:
         self._send(handle, choice, sequence)
 
@@ -427,12 +433,16 @@ class RequestQueue:
         tokens=sequence.tokens[new].copy(),
         logprobs=sequence.behavior_logprobs[new].copy(),
         policy_versions=sequence.policy_versions[new].copy(),
+        num_cached=sequence.num_cached or 0,
         finish_reason=sequence.finish_reason if is_last else None,
       )
     )
 
   def _fail(self, handle: Handle, error: client_request.RequestError) -> None:
     self._forget(handle)
+    self._report(handle, error)
+
+  def _report(self, handle: Handle, error: client_request.RequestError) -> None:
     if not handle.is_cancelled:
       handle.on_update(
         client_request.Update(

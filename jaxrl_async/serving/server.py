@@ -96,8 +96,12 @@ class HttpServer:
 
   def run(self) -> None:
     """Serve until `stop` is called."""
+    asyncio.run(self.serve())
+
+  async def serve(self) -> None:
+    """Serve on the running event loop until `stop` is called."""
     try:
-      asyncio.run(self._server.serve(sockets=[self._socket]))
+      await self._server.serve(sockets=[self._socket])
     finally:
       self._socket.close()
 

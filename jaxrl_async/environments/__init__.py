@@ -1,0 +1,1 @@
+"""Environments of other packages, in processes of their own."""

@@ -1,0 +1,1 @@
+"""Agents that call the policy in training through OpenAI's interface."""
