@@ -1,0 +1,1 @@
+"""Policies of observations, trained in Gymnasium's environments."""
