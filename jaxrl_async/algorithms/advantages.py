@@ -1,6 +1,6 @@
 """Advantages: how a trajectory compares with others, without a critic."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxtyping import Bool, Float, Int
 import numpy as np
@@ -91,7 +91,7 @@ def relative_advantages(
 
 def segment_advantages(
   rewards: Float[np.ndarray, "trajectories"],
-  token_scores: Sequence[Float[np.ndarray, "_"]],
+  token_scores: Sequence[Mapping[int, float]],
   loss_masks: Sequence[Bool[np.ndarray, "_"]],
   group_ids: Int[np.ndarray, "trajectories"],
   num_groups: int,
@@ -100,20 +100,26 @@ def segment_advantages(
 ) -> list[Float[np.ndarray, "_"]]:
   r"""Return the advantage of each token, with a baseline for each segment.
 
-  A segment is a completion of an episode: loss tokens without others between
-  them. Segment k of trajectory i has the return of what comes from its first
-  token on, and is compared with segment k of the others of its group:
+  A completion of an episode, which is loss tokens without others between them,
+  is a segment. It is several if tokens in it have scores: a segment ends after
+  each of these. Segment k of trajectory i has the return of what comes from its
+  first token on, and is compared with the same segment of the same completion
+  of the others of its group:
 
     R_ik = r_i + sum of the scores of tokens in the segments k, k + 1, ...
     A_ik = (R_ik - mean_j R_jk) / (s_ik + 1e-6)
 
-  where j runs over the trajectories of the group that have a segment k. With
+  where j runs over the trajectories of the group that have this segment. With
   one segment and no scores of tokens this is the baseline "group" of
   `relative_advantages`. GTPO (arXiv:2511.14846) compares the returns of turns,
-  which it discounts; they are not discounted here.
+  which it discounts; they are not discounted here. With scores at the ends of
+  steps this is like process supervision with GRPO, arXiv:2402.03300, section
+  4.1.3, which normalises scores before it sums them.
 
   Args:
     rewards: one per trajectory, for its end.
+    token_scores: of each trajectory, by position among its loss tokens. A score
+      of 0 ends a segment too.
     scale: STD is the deviation of the R_jk, BATCH_STD that of R_ik - mean_j
       R_jk over all segments of the batch.
 
@@ -121,30 +127,38 @@ def segment_advantages(
     For each trajectory an array with one number per token, 0 where nothing is
     learned.
   """
-  numbers = [_segment_numbers(mask) for mask in loss_masks]
-  counts = [int(n.max(initial=-1)) + 1 for n in numbers]
+  scored = [
+    _scored_tokens(mask, scores)
+    for mask, scores in zip(loss_masks, token_scores, strict=True)
+  ]
+  segments = [
+    _segments(mask, ends)
+    for mask, (_, ends) in zip(loss_masks, scored, strict=True)
+  ]
+  numbers = [number for number, _ in segments]
+  counts = [len(places) for _, places in segments]
   owners = np.repeat(np.arange(len(rewards)), counts)
-  places = np.concatenate([np.arange(n) for n in [0, *counts]])
   returns = np.concatenate(
     [
       np.zeros(0),
       *(
         reward
         + np.cumsum(np.bincount(number[mask], scores[mask], count)[::-1])[::-1]
-        for reward, number, mask, scores, count in zip(
-          rewards, numbers, loss_masks, token_scores, counts, strict=True
+        for reward, number, mask, (scores, _), count in zip(
+          rewards, numbers, loss_masks, scored, counts, strict=True
         )
       ),
     ]
   )
-  # Segment k of a group is a group of its own.
-  most = max(counts, default=0)
+  # The same part of the same turn of a group is a group of its own.
+  places = np.concatenate(
+    [np.zeros((0, 2), np.int64), *(x for _, x in segments)]
+  )
+  keys, mates = np.unique(
+    np.column_stack([group_ids[owners], places]), axis=0, return_inverse=True
+  )
   compared = relative_advantages(
-    returns,
-    group_ids[owners] * most + places,
-    num_groups * most,
-    baseline="group",
-    scale=scale,
+    returns, mates.reshape(-1), len(keys), baseline="group", scale=scale
   )
   ends = np.cumsum(counts)
   return [
@@ -157,7 +171,31 @@ def segment_advantages(
   ]
 
 
-def _segment_numbers(mask: Bool[np.ndarray, "_"]) -> Int[np.ndarray, "_"]:
-  """Return the number of each loss token's segment, from 0; -1 elsewhere."""
-  begins = mask & ~np.append(False, mask[:-1])
-  return np.where(mask, np.cumsum(begins) - 1, -1)
+def _scored_tokens(
+  mask: Bool[np.ndarray, "T"], scores: Mapping[int, float]
+) -> tuple[Float[np.ndarray, "T"], Bool[np.ndarray, "T"]]:
+  """Return the score of each token, or 0, and which tokens have one."""
+  values, has_score = np.zeros(len(mask)), np.zeros(len(mask), bool)
+  places = np.flatnonzero(mask)[[*scores]]
+  values[places], has_score[places] = [*scores.values()], True
+  return values, has_score
+
+
+def _segments(
+  mask: Bool[np.ndarray, "T"], ends: Bool[np.ndarray, "T"]
+) -> tuple[Int[np.ndarray, "T"], Int[np.ndarray, "K 2"]]:
+  """Return where the segments of a trajectory are.
+
+  Args:
+    ends: True at tokens after which another segment begins.
+
+  Returns:
+    The number of each loss token's segment, from 0; -1 elsewhere. And of each
+    segment the number of its turn, and of itself within the turn.
+  """
+  new_turn = mask & ~np.append(False, mask[:-1])
+  begins = new_turn | (mask & np.append(False, ends[:-1])[: len(mask)])
+  numbers = np.cumsum(begins) - 1
+  turns = (np.cumsum(new_turn) - 1)[begins]
+  parts = np.arange(len(turns)) - numbers[new_turn][turns]
+  return np.where(mask, numbers, -1), np.column_stack([turns, parts])

@@ -12,19 +12,13 @@ from jaxrl_async.assembly import assembly
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
-from jaxrl_async.data import source as source_lib
 from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.supervised import supervised
 from jaxrl_async.training import example_rows
 from jaxrl_async.training import sft
 
 
-def fine_tune(
-  config: sections.Config,
-  workdir: pathlib.Path,
-  *,
-  source: source_lib.Source | None = None,
-) -> dict[str, Any]:
+def fine_tune(config: sections.Config, workdir: pathlib.Path) -> dict[str, Any]:
   """Start or continue a supervised fine-tuning, and return its summary."""
   section = config.warm_start
   sections.require(
@@ -41,7 +35,7 @@ def fine_tune(
     "warm_start.optimizer.name",
     f"{section.optimizer.name.value} cannot train adapters; use adamw",
   )
-  return supervised.train(config, workdir, _worked_solutions, source=source)
+  return supervised.train(config, workdir, _worked_solutions)
 
 
 def _worked_solutions(

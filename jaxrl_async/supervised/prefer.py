@@ -18,7 +18,6 @@ from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import pairs as pairs_lib
-from jaxrl_async.data import source as source_lib
 from jaxrl_async.models import transformer
 from jaxrl_async.supervised import supervised
 from jaxrl_async.training import preference_objectives
@@ -26,15 +25,10 @@ from jaxrl_async.training import preference_objectives
 _KIND = "preference"
 
 
-def prefer(
-  config: sections.Config,
-  workdir: pathlib.Path,
-  *,
-  source: source_lib.Source | None = None,
-) -> dict[str, Any]:
+def prefer(config: sections.Config, workdir: pathlib.Path) -> dict[str, Any]:
   """Start or continue a training on preferences, and return its summary."""
   config_checks.check_preference(config)
-  return supervised.train(config, workdir, _recipe, source=source)
+  return supervised.train(config, workdir, _recipe)
 
 
 def _recipe(

@@ -28,7 +28,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.data import columns as columns_lib
 from jaxrl_async.data import labelled_steps
 from jaxrl_async.data import prompts
-from jaxrl_async.data import source as source_lib
 from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.data.tables import opening
 from jaxrl_async.data.tables import table as table_lib
@@ -49,15 +48,10 @@ _KIND = "reward_model"
 COMPLETION = "completion"
 
 
-def train(
-  config: sections.Config,
-  workdir: pathlib.Path,
-  *,
-  source: source_lib.Source | None = None,
-) -> dict[str, Any]:
+def train(config: sections.Config, workdir: pathlib.Path) -> dict[str, Any]:
   """Start or continue the training of a reward model."""
   config_checks.check_preference(config)
-  return supervised.train(config, workdir, _recipe, source=source)
+  return supervised.train(config, workdir, _recipe)
 
 
 def _recipe(
@@ -140,13 +134,14 @@ class Scorer:
 
   Attributes:
     setup: of the reward model.
+    version: the number of updates after which its parameters were kept.
   """
 
   def __init__(self, config: sections.Config, workdir: pathlib.Path):
     """Read the model."""
     continued_settings.check_file(config, workdir)
     self.setup = _with_scalar_head(setup_lib.resolve(config, jax.devices()))
-    self._params = load(self.setup, workdir)
+    self._params, self.version = load(self.setup, workdir)
     self._passes = row_passes.RowPasses(
       self.setup.train_mesh,
       config.mesh.train_rules,
@@ -183,8 +178,13 @@ class Scorer:
     ]
 
 
-def load(setup: setup_lib.Setup, workdir: pathlib.Path) -> transformer.Params:
-  """Return the parameters of a trained reward model, on the training slice."""
+def load(
+  setup: setup_lib.Setup, workdir: pathlib.Path
+) -> tuple[transformer.Params, int]:
+  """Return a trained reward model, and the number of its updates.
+
+  The parameters are on the training slice.
+  """
   path = workdir / supervised.PARAMS
   sections.require(
     checkpoint.latest(path) is not None,
@@ -193,7 +193,9 @@ def load(setup: setup_lib.Setup, workdir: pathlib.Path) -> transformer.Params:
     " --score",
   )
   try:
-    return checkpoint.restore(path, 0, initial_params.abstract(setup))[0]
+    abstract = initial_params.abstract(setup)
+    params, about, _ = checkpoint.restore(path, 0, abstract)
+    return params, about["updates"]
   except checkpoint.CheckpointError as error:
     raise sections.ConfigError(f"workdir: {error}") from error
 

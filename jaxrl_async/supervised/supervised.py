@@ -255,7 +255,9 @@ class FineTuning:
       params = initial_params.placed(
         lora_lib.merged(params, model.lora), self._setup
       )
-    initial_params.save(self._workdir / PARAMS, params)
+    initial_params.save(
+      self._workdir / PARAMS, params, updates=self._trainer.num_steps_done
+    )
 
   def _write_adapter(self, params: transformer.Params) -> None:
     target = self._workdir / ADAPTER
@@ -392,8 +394,6 @@ def train(
   config: sections.Config,
   workdir: pathlib.Path,
   recipe_of: Callable[[setup_lib.Setup], tuple[setup_lib.Setup, Recipe]],
-  *,
-  source: source_lib.Source | None = None,
 ) -> dict[str, Any]:
   """Start or continue a training by a recipe, and return its summary.
 
@@ -411,7 +411,7 @@ def train(
     StorageError: a file could not be written.
   """
   setup, recipe = recipe_of(
-    checks.checked(config, jax.devices(), source=source, is_supervised=True)
+    checks.checked(config, jax.devices(), is_supervised=True)
   )
   stop = supervisor_lib.StopRequest()
   with (
