@@ -16,7 +16,10 @@ GPU, and of each slice on the TPU.
 | 1.5b@v5e:2x4  | Qwen2.5-1.5B-Instruct | TPU v5e-8         | 8.6 and 6.6 GiB  |
 
 `-math` after it, as in `1.5b-math`, trains on a mixture of GSM8K and MATH.
-`math/train.jsonl` has to have the columns problem and answer.
+`math/train.jsonl` has to have the columns problem and answer. `-tools`, as in
+`1.5b-tools`, lets the policy run Python in the sandbox, and keeps the caches of
+conversations that wait for a result, which are 0.6 GiB and 1.3 GiB more on a
+GPU by arithmetic.
 
 None of these has been run yet: no such device was at hand. To see what a
 variant needs without the weights, name the built-in shapes and any tokenizer:
@@ -33,7 +36,7 @@ from jaxrl_async.config import sections
 _ASK = (
   "{question}\nThink step by step, and put the final answer into \\boxed{{}}."
 )
-_MATH = "-math"
+_MATH, _TOOLS = "-math", "-tools"
 _MODELS = {"0.5b": "Qwen2.5-0.5B-Instruct", "1.5b": "Qwen2.5-1.5B-Instruct"}
 # Slots and prefilled rows of a replica, and rows of a microbatch in all.
 _SIZES = {"0.5b": (64, 4, 4), "1.5b": (64, 4, 8), "1.5b@v5e:2x4": (16, 2, 8)}
@@ -41,11 +44,12 @@ _SIZES = {"0.5b": (64, 4, 4), "1.5b": (64, 4, 8), "1.5b@v5e:2x4": (16, 2, 8)}
 
 def get_config(variant: str = "0.5b") -> sections.Config:
   """Return the run of this file; variants are described above."""
-  size = (variant or "0.5b").removesuffix(_MATH)
+  size = (variant or "0.5b").removesuffix(_MATH).removesuffix(_TOOLS)
   sections.require(
     size in _SIZES,
     "variant",
-    f"{sections.shown(variant)}; use {', '.join(_SIZES)}, and {_MATH} after it",
+    f"{sections.shown(variant)}; use {', '.join(_SIZES)}, and {_MATH} or"
+    f" {_TOOLS} after it",
   )
   slots, prefill_rows, rows = _SIZES[size]
   has_tpu = "@" in size
@@ -54,7 +58,7 @@ def get_config(variant: str = "0.5b") -> sections.Config:
     mesh = sections.MeshSection(train_fsdp=4, rollout_data=4)
     slots *= mesh.rollout_data
     prefill_rows *= mesh.rollout_data
-  return sections.Config(
+  config = sections.Config(
     model=sections.ModelSection(
       name=_MODELS[size.partition("@")[0]], compute_dtype="bfloat16"
     ),
@@ -99,6 +103,23 @@ def get_config(variant: str = "0.5b") -> sections.Config:
     # Beside training it would need a second version of the weights and a cache.
     eval=sections.EvalSection(num_items=512, every=25),
   )
+  if variant.endswith(_TOOLS):
+    _use_tools(config)
+  return config
+
+
+def _use_tools(config: sections.Config) -> None:
+  config.task.episode = "tools"
+  config.task.episode_params = config_dict.ConfigDict(
+    {"tools": ["python"], "max_calls": 4}
+  )
+  rollout = config.rollout
+  rollout.prefill_chunk = 256
+  # As many conversations may wait for a result as there are slots, if they are
+  # half as long as the longest.
+  rollout.kept_tokens = rollout.num_slots * rollout.cache_tokens // 2
+  num_tokens = rollout.num_slots * rollout.cache_tokens + rollout.kept_tokens
+  rollout.num_pages = num_tokens // rollout.page_tokens
 
 
 def _task(*, has_math: bool) -> sections.TaskSection:

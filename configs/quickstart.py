@@ -4,7 +4,8 @@ uv run launch/train.py --config=configs/quickstart.py --workdir=/tmp/quickstart
 
 It runs on two CPU cores; docs/results.md has the measured times and accuracies.
 `sync`, after a colon, is the same run with max_staleness=0, and `control` one
-with a bound that moves between 0 and 8.
+with a bound that moves between 0 and 8. In `agent` the sums are asked and
+judged by an agent that uses OpenAI's client (docs/agents.md).
 """
 
 from ml_collections import config_dict
@@ -13,11 +14,12 @@ from jaxrl_async.config import sections
 
 
 def get_config(variant: str = "") -> sections.Config:
-  """Return the run of this file; variants are "", "sync" and "control"."""
-  bounds = {"": 4, "sync": 0, "control": 8}
+  """Return the run of this file; variants are "", sync, control, agent."""
+  bounds = {"": 4, "sync": 0, "control": 8, "agent": 4}
+  has_agent = variant == "agent"
   if variant not in bounds:
     raise sections.ConfigError(
-      f"variant: {sections.shown(variant)}; use sync, control or none"
+      f"variant: {sections.shown(variant)}; use sync, control, agent or none"
     )
   return sections.Config(
     model=sections.ModelSection(name="quickstart", remat=sections.Remat.DOTS),
@@ -28,6 +30,11 @@ def get_config(variant: str = "") -> sections.Config:
       ),
       template="{expression}\n",
       answer_prefix="=",
+      episode="agent" if has_agent else "",
+      episode_params=config_dict.ConfigDict(
+        {"agent": "jaxrl_async.sessions.adder:solve"} if has_agent else {}
+      ),
+      reward="episode" if has_agent else "reasoning_gym",
     ),
     warm_start=sections.WarmStartSection(
       num_steps=1_300,
@@ -55,7 +62,7 @@ def get_config(variant: str = "") -> sections.Config:
     algorithm=sections.AlgorithmSection(
       max_staleness=bounds[variant],
       group_size=4,
-      groups_per_step=128,
+      groups_per_step=32 if has_agent else 128,
       num_minibatches=4,
       # Saves a forward pass, with the same accuracy (docs/staleness.md).
       proximal=sections.ProximalMode.LOGLINEAR,

@@ -83,8 +83,8 @@ def get_config(variant: str = "") -> sections.Config:
     ),
     train=sections.TrainSection(
       num_steps=60,
-      # Microbatches of 1,024 tokens on each device.
-      tokens_per_row=256,
+      # Rows of four trajectories, and of 1,216 tokens a microbatch and device.
+      tokens_per_row=304,
       rows_per_microbatch=8,
       vocab_chunk=16_384,
       optimizer=sections.OptimizerSection(

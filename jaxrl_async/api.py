@@ -57,7 +57,7 @@ def train(
   eval_dataset: Rows | str | None = None,
   settings: Mapping[str, Any] | None = None,
   loss: objectives.Loss | None = None,
-  episode: episode_lib.Episode = episode_lib.single_turn,
+  episode: episode_lib.Episode | None = None,
 ) -> dict[str, Any]:
   """Start or continue a training run, and return its summary.
 
@@ -76,7 +76,8 @@ def train(
       of `dataset`.
     settings: values of fields by path: {"train.num_steps": 100}.
     loss: the loss to minimise; None is that of the config.
-    episode: decides how the turns of a trajectory follow from its prompt.
+    episode: decides how the turns of a trajectory follow from its prompt; None
+      is that of the config.
 
   Returns:
     The summary of the run, as in summary.json.
@@ -106,7 +107,7 @@ def replay(
   from_step: int = 0,
   dataset: source_lib.Source | None = None,
   loss: objectives.Loss | None = None,
-  episode: episode_lib.Episode = episode_lib.single_turn,
+  episode: episode_lib.Episode | None = None,
 ) -> dict[str, Any]:
   """Replay a run from its timing record, and compare it; see docs/replay.md.
 

@@ -10,6 +10,7 @@ Reward processes import this module, so that it must not import jax.
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import enum
+import json
 from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Float, Int
@@ -31,6 +32,41 @@ class Fate(enum.StrEnum):
   TRAINED = "trained"
   FILTERED = "filtered"
   FAILED = "failed"
+
+
+class EventKind(enum.StrEnum):
+  """What an episode did besides showing tokens to the policy."""
+
+  RESULT = "result"
+  ERROR = "error"
+  REWARD = "reward"
+  PARTS = "parts"
+
+
+class Event(NamedTuple):
+  """A call that an episode made, or a reward that it gave.
+
+  Attributes:
+    kind: whether a call returned or failed, or a reward or its parts were
+      given.
+    turn: of a call, the turns that were written before it; of a reward and its
+      parts, the index of the turn that they are for. All branches of a member
+      count.
+    number: of a call in its episode, from 0 in the order in which the calls
+      were begun; of a reward and its parts -1.
+    text: what the call returned, the reward or the parts, as JSON; or why the
+      call failed, as plain text.
+  """
+
+  kind: str
+  turn: int
+  number: int
+  text: str
+
+  @property
+  def is_call(self) -> bool:
+    """Whether it is a call."""
+    return self.number >= 0
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -102,11 +138,13 @@ class Turn:
     completion: text of the completion.
     num_tokens: number of tokens of the completion. The position of the last one
       is the sum of `num_tokens` up to and including this turn, minus one.
+    reward: the sum of the rewards that the episode gave for it.
   """
 
   prompt: str
   completion: str
   num_tokens: int
+  reward: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -125,6 +163,7 @@ class Completion:
       places in the text, a scorer can find their positions with the tokenizer,
       which `text.tokenizer.load` loads.
     finish_reason: why the trajectory ended.
+    parts: what the episode gave as the parts of its rewards.
   """
 
   text: str
@@ -132,6 +171,7 @@ class Completion:
   turns: tuple[Turn, ...]
   tokens: Int[np.ndarray, "C"]
   finish_reason: FinishReason
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class CacheBuild(NamedTuple):
@@ -140,7 +180,8 @@ class CacheBuild(NamedTuple):
   Attributes:
     length: number of tokens that the trajectory had then.
     num_prefilled: how many of them were cached by prefill. The others went
-      through the decode program one by one.
+      through the decode program one by one. With `rollout.kept_tokens`, prefill
+      may have found some of them in pages that earlier programs had filled.
     version: version of the weights that cached them.
     decode_step: number of decode steps that the engine had made before the
       first call that used this cache. -1 if there was no such call yet, or if
@@ -162,7 +203,9 @@ class Trajectory:
   """A prompt and its completion, partial or finished.
 
   Attributes:
-    member: index within the group, 0 <= member < group_size.
+    member: index within the group, 0 <= member < group_size. An episode may
+      begin anew (`rollout.episode.Anew`), and its member then has several
+      trajectories, its branches. Branch k has k * MEMBERS more.
     tokens: prompt and completion. An episode of several turns adds the prompts
       and completions of later turns.
     loss_mask: True for tokens that the policy generated.
@@ -176,6 +219,9 @@ class Trajectory:
       number of tokens. The coordinator fills it in.
     cache_builds: how its caches were made, by increasing length. With the
       weights, they determine the generated tokens.
+    events: the calls that its episode has made and the rewards that it gave.
+      With the completions, the results of calls determine the prompts. The
+      first branch of a member has those of all branches.
   """
 
   member: int
@@ -187,11 +233,35 @@ class Trajectory:
   reward: Reward | None = None
   writers: tuple[tuple[str, int], ...] = ()
   cache_builds: tuple[CacheBuild, ...] = ()
+  events: tuple[Event, ...] = ()
+
+  @property
+  def turn_start(self) -> int:
+    """The number of tokens before the completion of the last turn."""
+    # As a byte: bytes are searched faster than arrays.
+    return self.loss_mask.tobytes().rfind(b"\0") + 1
 
   @property
   def num_completion_tokens(self) -> int:
     """Number of tokens that the policy generated. The ledger counts these."""
     return int(np.count_nonzero(self.loss_mask))
+
+  def turn_rewards(self) -> dict[int, float]:
+    """Return the sums of the rewards that its episode gave, by turn."""
+    sums: dict[int, float] = {}
+    for event in self.events:
+      if event.kind == EventKind.REWARD:
+        sums[event.turn] = sums.get(event.turn, 0.0) + float(event.text)
+    return sums
+
+  def reward_parts(self) -> dict[str, float]:
+    """Return the sums of the parts of these rewards, by name."""
+    sums: dict[str, float] = {}
+    for event in self.events:
+      if event.kind == EventKind.PARTS:
+        for name, value in json.loads(event.text).items():
+          sums[name] = sums.get(name, 0.0) + value
+    return sums
 
   @property
   def score(self) -> float:
@@ -203,6 +273,77 @@ class Trajectory:
     if self.reward is None:
       raise ValueError(f"trajectory {self.member} has not been scored")
     return self.reward.score
+
+
+# Branch k of member m has the number m + k * MEMBERS, which is of no other
+# trajectory of the group. No group has more members.
+MEMBERS = 1 << 16
+
+
+def by_member(trajectories: Iterable[Any]) -> list[list[Any]]:
+  """Return the branches of each member, which are one after the other.
+
+  Anything that has the attribute `member` of a trajectory will do.
+  """
+  members: list[list[Any]] = []
+  for one in trajectories:
+    if one.member < MEMBERS:
+      members.append([one])
+    else:
+      members[-1].append(one)
+  return members
+
+
+def whole(branches: Sequence[Trajectory]) -> Trajectory:
+  """Return the branches of a member as one trajectory, end to end.
+
+  What a branch was shown again is in it again, without being learned from. The
+  result has no caches. A member that has one branch is that branch.
+  """
+  if len(branches) == 1:
+    return branches[0]
+  rewards = [t.reward for t in branches]
+  scores: dict[int, float] = {}
+  start = 0
+  for trajectory, reward in zip(branches, rewards, strict=True):
+    of_tokens = (reward and reward.token_scores) or {}
+    scores |= {start + at: score for at, score in of_tokens.items()}
+    start += trajectory.num_completion_tokens
+  reward = rewards[0]
+  if reward is not None and reward.token_scores is not None:
+    reward = dataclasses.replace(reward, token_scores=scores)
+  arrays: dict[str, Any] = {
+    name: np.concatenate([getattr(t, name) for t in branches])
+    for name in TOKEN_ARRAYS
+  }
+  return Trajectory(
+    member=branches[0].member,
+    finish_reason=branches[-1].finish_reason,
+    reward=reward,
+    writers=tuple(writer for t in branches for writer in t.writers),
+    events=branches[0].events,
+    **arrays,
+  )
+
+
+def shares(reward: Reward, branches: Sequence[Trajectory]) -> list[Reward]:
+  """Return the reward of each branch of a member that has this reward.
+
+  Each has the score of the member, and the scores of its own tokens.
+  """
+  if len(branches) == 1 or reward.token_scores is None:
+    return [reward] * len(branches)
+  found, start = [], 0
+  for trajectory in branches:
+    end = start + trajectory.num_completion_tokens
+    own = {
+      at - start: score
+      for at, score in reward.token_scores.items()
+      if start <= at < end
+    }
+    found.append(dataclasses.replace(reward, token_scores=own))
+    start = end
+  return found
 
 
 def mean_parts(trajectories: Iterable[Trajectory]) -> dict[str, float]:
@@ -253,7 +394,8 @@ class RolloutGroup:
   """The trajectories of one prompt, with their admission.
 
   Attributes:
-    trajectories: those that it goes on with, at least one.
+    trajectories: those that it goes on with, at least one, by member. The
+      branches of a member are one after the other.
     dropped: the other members.
     times_s: when the group was "admitted", "generated" and "scored", in seconds
       since the start of the run.
@@ -269,6 +411,20 @@ class RolloutGroup:
   def index(self) -> int:
     """Number of the group in the order of admission, which identifies it."""
     return self.admission.index
+
+  def branches(self) -> list[list[Trajectory]]:
+    """Return the trajectories of each member, in order."""
+    return by_member(self.trajectories)
+
+  def of_members(self) -> "RolloutGroup":
+    """Return the group with one trajectory for each member; see `whole`.
+
+    Whatever is counted or compared by member reads this group.
+    """
+    if all(t.member < MEMBERS for t in self.trajectories):
+      return self
+    wholes = [whole(branches) for branches in self.branches()]
+    return dataclasses.replace(self, trajectories=wholes)
 
   @property
   def num_completion_tokens(self) -> int:

@@ -217,9 +217,9 @@ def _one_line(error: BaseException) -> str:
   return lines[0] if lines else type(error).__name__
 
 
-def _unknown_field(argv: list[str]) -> str:
+def _unknown_field(argv: list[str], kind: type) -> str:
   """Describe the first --config.FIELD that no config has; "" without one."""
-  config = sections.Config()
+  config = kind()
   for argument in argv[1:]:
     flag, path = argument.partition("=")[0].partition("config.")[::2]
     if flag in ("-", "--", "-no", "--no") and not fields_lib.has_field(
@@ -276,18 +276,20 @@ def _help(has_config: bool) -> str:
   return "\n".join(lines)
 
 
-def _check_is_config(value: Any) -> None:
-  if not isinstance(value, sections.Config):
+def _check_is_config(value: Any, kind: type) -> None:
+  if not isinstance(value, kind):
     # The placeholder of a file that could not be read raises its error when
     # an attribute is read.
     getattr(value, "seed", None)
     raise sections.ConfigError(
       f"config: get_config() of the file gives {sections.shown(value)}, not a"
-      " config.Config"
+      f" config.{kind.__name__}"
     )
 
 
-def _parse(argv: list[str], has_config: bool = True) -> list[str]:
+def _parse(
+  argv: list[str], kind: type = sections.Config, has_config: bool = True
+) -> list[str]:
   if {"--help", "-help", "-h", "-?", "--helpshort"} & set(argv[1:]):
     print(_help(has_config))
     sys.exit(0)
@@ -299,7 +301,7 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
     if has_config and not CONFIG.present:
       raise sections.ConfigError("config: missing; use --config=FILE")
     if has_config:
-      _check_is_config(CONFIG.value)
+      _check_is_config(CONFIG.value, kind)
     elif CONFIG.value is not None:
       raise sections.ConfigError("config: not used here; leave it out")
   # A config file is code of the user, which may raise anything, and exit.
@@ -309,7 +311,7 @@ def _parse(argv: list[str], has_config: bool = True) -> list[str]:
     known = (flags.Error, KeyError, AttributeError, TypeError, OSError)
     if not isinstance(error, known):
       raise
-    _fail(_unknown_field(argv) or _one_line(error))
+    _fail(_unknown_field(argv, kind) or _one_line(error))
   if rest[1:]:
     _fail(f"unexpected arguments {' '.join(rest[1:])}")
   return rest
@@ -357,10 +359,11 @@ def _run_app(
 
 
 def start(
-  main: Callable[[sections.Config], None],
+  main: Callable[[Any], None],
   check: Callable[[], None],
   *,
-  check_config: Callable[[sections.Config], None] = config_checks.check,
+  check_config: Callable[[Any], None] = config_checks.check,
+  kind: type = sections.Config,
 ) -> None:
   """Parse the flags and call `main` with the config; report errors in one line.
 
@@ -369,12 +372,15 @@ def start(
       before them.
     check: checks the script's own flags.
     check_config: checks the config, before `check`.
+    kind: the class of the config.
   """
 
   def check_all() -> None:
     check_config(CONFIG.value)
     check()
-    if task_sources.asks_reasoning_gym(CONFIG.value.task):
+    if kind is sections.Config and task_sources.asks_reasoning_gym(
+      CONFIG.value.task
+    ):
       from jaxrl_async.data.reasoning_gym import gym
 
       # It imports a library for seconds, in a process of its own, while JAX is
@@ -387,7 +393,7 @@ def start(
     sys.path.append(os.getcwd())
     _run(check_all, lambda: main(CONFIG.value))
 
-  _run_app(checked, _parse)
+  _run_app(checked, functools.partial(_parse, kind=kind))
 
 
 def start_without_config(

@@ -28,6 +28,7 @@ from jaxrl_async.models import hub
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.serving import addresses
 from jaxrl_async.storage import directories
+from jaxrl_async.tools import formats
 
 # Slow imports are made where they are used, after all checks.
 
@@ -56,6 +57,12 @@ _MODEL_NAME = flags.DEFINE_string(
 _ADAPTERS = flags.DEFINE_multi_string(
   "adapter", [], "NAME=DIRECTORY of an adapter to serve beside the policy."
 )
+_TOOL_FORMAT = flags.DEFINE_enum(
+  "tool_format",
+  "",
+  ["", *formats.FORMATS],
+  "How the policy writes calls of tools; empty finds it in the chat template.",
+)
 _NUM_SLOTS = flags.DEFINE_integer(
   "num_slots",
   0,
@@ -67,6 +74,13 @@ _CACHE_TOKENS = flags.DEFINE_integer(
   "cache_tokens",
   0,
   "Longest prompt and completion together, 2 or more; 0 takes the run's.",
+  0,
+  setting_lib.MAX_INT,
+)
+_KEPT_TOKENS = flags.DEFINE_integer(
+  "kept_tokens",
+  0,
+  "Tokens of caches that are kept after requests; 0 takes the run's.",
   0,
   setting_lib.MAX_INT,
 )
@@ -206,6 +220,7 @@ def _policy() -> Any:
     stored,
     num_slots=_NUM_SLOTS.value,
     cache_tokens=_CACHE_TOKENS.value,
+    kept_tokens=_KEPT_TOKENS.value,
     max_positions=_MAX_POSITIONS.value,
   )
 
@@ -225,6 +240,7 @@ def main() -> None:
     max_waiting=_MAX_WAITING.value,
     drain_s=_DRAIN_S.value,
     adapters=tuple(_adapters()),
+    tool_format=_TOOL_FORMAT.value,
     limits=bodies.Limits(
       deadline_s=min(_DEADLINE_S.value, _MAX_DEADLINE_S.value),
       max_deadline_s=_MAX_DEADLINE_S.value,

@@ -117,14 +117,29 @@ CALLED = [
 ]
 
 
-def save(directory: pathlib.Path, template: str, **settings) -> None:
-  """Write a tokenizer of bytes without merges, and a chat template.
+def save(
+  directory: pathlib.Path, template: str, *, words=(), marks=(), **settings
+) -> None:
+  """Write a tokenizer of bytes, and a chat template.
 
   The end of a turn is in tokenizer_config.json alone.
+
+  Args:
+    directory: for the files.
+    template: of the chat.
+    words: ASCII words that are tokens; without any there are no merges.
+    marks: further tokens with a meaning, which are not special.
+    settings: of tokenizer_config.json.
   """
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   vocabulary = {token: i for i, token in enumerate(alphabet)}
-  made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+  merges = []
+  for word in words:
+    for end in range(2, len(word) + 1):
+      if word[:end] not in vocabulary:
+        merges.append((word[: end - 1], word[end - 1]))
+        vocabulary[word[:end]] = len(vocabulary)
+  made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
   made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   made.decoder = decoders.ByteLevel()
   made.add_special_tokens(["<|endoftext|>"])
@@ -132,8 +147,11 @@ def save(directory: pathlib.Path, template: str, **settings) -> None:
   made.save(str(directory / "tokenizer.json"))
   special = {"<|im_start|>", END, "<|user|>", "<|assistant|>", "<|tool|>"}
   added = {
-    str(257 + i): {"content": token, "special": token in special}
-    for i, token in enumerate([*sorted(special), "<think>", "</think>"])
+    str(len(vocabulary) + 1 + i): {
+      "content": token,
+      "special": token in special,
+    }
+    for i, token in enumerate([*sorted(special), "<think>", "</think>", *marks])
   }
   values = {
     "tokenizer_class": "PreTrainedTokenizerFast",

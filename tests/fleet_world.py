@@ -21,7 +21,6 @@ from jaxrl_async.cluster import replica_spec
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
 from jaxrl_async.devices import mesh as mesh_lib
-from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.planning import aot
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import fleet as fleet_lib
@@ -142,7 +141,6 @@ class World(worker_world.World):
     self.spec = replica_spec.ReplicaSpec(
       engine=ENGINE,
       kv_on_adopt=sections.KvOnAdopt.RECOMPUTE,
-      shared_tokens=scheduler_lib._NO_TOKENS,
       tokenizer=tokenizer_lib.character_level(),
       weights=replica_spec.WeightsSpec(
         directory=self.channel.directory,
@@ -238,6 +236,7 @@ class World(worker_world.World):
       handle.pool.shutdown(wait=False)
     self.channel.close()
     self.ledger.close()
+    self.environment.close(DEADLINE_S)
 
 
 def worlds(directory):

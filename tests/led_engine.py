@@ -20,7 +20,6 @@ import time
 
 import jax
 import lora_world
-import numpy as np
 import tiny
 
 from jaxrl_async.cluster import led_replica
@@ -84,7 +83,6 @@ def spec_of(directory, has_lora):
       attention="xla",
     ),
     kv_on_adopt=sections.KvOnAdopt.RECOMPUTE,
-    shared_tokens=np.zeros((0,), np.int32),
     tokenizer=TOKENIZER,
     weights=weights_spec(
       directory,

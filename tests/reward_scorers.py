@@ -13,6 +13,14 @@ def length(item, completion):
   return 0.0 if completion.answer is None else float(len(completion.answer))
 
 
+def begins_odd(item, completion):
+  return float(ord(completion.text[:1] or " ") % 2)
+
+
+def has_odd_length(item, completion):
+  return float(len(completion.text) % 2)
+
+
 def reports_jax(item, completion):
   return float("jax" in sys.modules)
 

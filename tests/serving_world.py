@@ -32,30 +32,49 @@ PROMPT = "What is 2+3?"
 
 
 class Serving:
-  """A server over the tiny engine, with its threads."""
+  """A server over the tiny engine, with its threads.
 
-  def __init__(self, *, max_waiting=16, limits=LIMITS, cls=None):
+  It may be given another scheduler, and the tokenizer and the chat template of
+  another policy.
+  """
+
+  def __init__(
+    self,
+    *,
+    max_waiting=16,
+    limits=LIMITS,
+    cls=None,
+    scheduler=None,
+    tokenizer=TOKENIZER,
+    chat_template=None,
+    cache_tokens=tiny.SIZES.cache_tokens,
+    **options,
+  ):
     self.metrics = prometheus.Metrics()
-    self.scheduler = tiny.scheduler(cls=cls or tiny.SteppedScheduler)
-    self.scheduler.adopt(tiny.engine_params(), 0)
+    if scheduler is None:
+      scheduler = tiny.scheduler(cls=cls or tiny.SteppedScheduler)
+      scheduler.adopt(tiny.engine_params(), 0)
+    self.scheduler = scheduler
+    own = tokenizer is TOKENIZER
     self.queue = requests_lib.RequestQueue(
-      TOKENIZER,
+      tokenizer,
       max_waiting=max_waiting,
-      cache_tokens=tiny.SIZES.cache_tokens,
-      vocab_size=tiny.MODEL.vocab_size,
+      cache_tokens=cache_tokens,
+      vocab_size=tiny.MODEL.vocab_size if own else tokenizer.vocab_size,
       max_choices=8,
       on_time=self.metrics.observe,
     )
     self.loop = requests_lib.ServeLoop(self.queue, self.scheduler)
     self.service = app_lib.Service(
       queue=self.queue,
-      tokenizer=TOKENIZER,
-      chat_template=chat_template_lib.ChatTemplate(None),
+      tokenizer=tokenizer,
+      chat_template=chat_template or chat_template_lib.ChatTemplate(None),
       metrics=self.metrics,
       model_name="tiny",
       is_alive=lambda: self.loop.is_running,
       api_key=KEY,
       limits=limits,
+      **options,
     )
     self.app = app_lib.make_app(self.service)
     self.http = server_lib.HttpServer(

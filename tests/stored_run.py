@@ -2,20 +2,15 @@
 
 import dataclasses
 import json
-import pathlib
-import sys
 
 import numpy as np
 import optax
 import tiny
 
+from configs import tiny as tiny_config
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-from configs import tiny as tiny_config  # noqa: E402
 
 KINDS = ("even", "odd")
 MODEL = dataclasses.replace(tiny.MODEL, vocab_size=98)

@@ -92,24 +92,30 @@ def test_what_cannot_be_compared_is_refused():
     advantages(np.array([1.0, 0.0]), np.array([0, 0]), 1, "median")
 
 
-def segments_of(mask):
-  """Lists of the positions of each completion."""
-  found = []
+def segments_of(mask, scores):
+  """The positions of each segment, by its turn and its number in it."""
+  found, place, turn, part, is_new = {}, 0, -1, 0, True
   for t, is_loss in enumerate(mask):
-    if is_loss and (t == 0 or not mask[t - 1]):
-      found.append([])
-    if is_loss:
-      found[-1].append(t)
+    if not is_loss:
+      is_new = True
+      continue
+    if is_new:
+      turn, part, is_new = turn + 1, 0, False
+    found.setdefault((turn, part), []).append(t)
+    part += place in scores
+    place += 1
   return found
 
 
 def transcribed_segments(rewards, scores, masks, group_ids, scale):
   returns = {}
   for i, mask in enumerate(masks):
-    parts = segments_of(mask)
-    for k in range(len(parts)):
-      later = [t for part in parts[k:] for t in part]
-      returns[i, k] = rewards[i] + sum(scores[i][t] for t in later)
+    parts = segments_of(mask, scores[i])
+    places = [t for part in parts.values() for t in part]
+    for k, part in parts.items():
+      later = range(places.index(part[0]), len(places))
+      found = sum(x for at, x in scores[i].items() if at in later)
+      returns[i, k] = rewards[i] + found
   mates = {
     (i, k): [
       r
@@ -130,7 +136,7 @@ def transcribed_segments(rewards, scores, masks, group_ids, scale):
   }[scale]
   found = [np.zeros(len(mask)) for mask in masks]
   for i, mask in enumerate(masks):
-    for k, part in enumerate(segments_of(mask)):
+    for k, part in segments_of(mask, scores[i]).items():
       found[i][part] = centred[i, k] / divisor[i, k]
   return found
 
@@ -145,7 +151,11 @@ def test_each_turn_is_compared_with_the_same_turn_of_the_others(scale):
       *("011", "001", "01111"),
     )
   ]
-  scores = [rng.integers(-1, 2, len(mask)) / 4 * mask for mask in masks]
+  scores = [
+    {int(at): x / 4 for at, x in enumerate(values) if x < 2}
+    for values in (rng.integers(-1, 4, mask.sum()) for mask in masks)
+  ]
+  assert any(x == 0 for of_one in scores for x in of_one.values())
   found = advantages_lib.segment_advantages(
     REWARDS, scores, masks, GROUP_IDS, NUM_GROUPS, scale=scale
   )
@@ -160,9 +170,8 @@ def test_each_turn_is_compared_with_the_same_turn_of_the_others(scale):
 
 def test_one_turn_without_scores_has_the_baseline_of_the_group():
   masks = [np.array([False, True, True])] * len(REWARDS)
-  zeros = [np.zeros(3)] * len(REWARDS)
   found = advantages_lib.segment_advantages(
-    REWARDS, zeros, masks, GROUP_IDS, NUM_GROUPS, scale=Scale.STD
+    REWARDS, [{}] * len(REWARDS), masks, GROUP_IDS, NUM_GROUPS, scale=Scale.STD
   )
   expected = advantages(REWARDS, GROUP_IDS, NUM_GROUPS)
   for one, value in zip(found, expected, strict=True):

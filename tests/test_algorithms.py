@@ -121,9 +121,10 @@ def test_scores_of_tokens_count_for_the_turns_before_them():
   scored = groups_of([[0.0]], {2: 3.0}, mask="011011")[0].trajectories[0]
   group = packing.without_prompt([plain, scored])
   found = algorithm_lib.advantages(section)([group])
-  # Returns are 2 and 2 * 3 in both turns.
+  # Returns are 2 and 2 * 3 in both turns, up to the token with the score. What
+  # follows that is a part that only one of them has.
   np.testing.assert_allclose(found[0], [0, -2, -2, 0, -2, -2])
-  np.testing.assert_allclose(found[1], [0, 2, 2, 0, 2, 2])
+  np.testing.assert_allclose(found[1], [0, 2, 2, 0, 2, 0])
   scored.reward = types.Reward(score=0.0, token_scores={1: 3.0})
   found = algorithm_lib.advantages(section)([group])
   np.testing.assert_allclose(found[1], [0, 2, 2, 0, -1, -1])

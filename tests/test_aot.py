@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from test_topology import needs_libtpu
 
+from configs import tiny as tiny_config
 from jaxrl_async.assembly import assembly
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.devices import tpu_chips
@@ -20,9 +21,6 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.training import train_state
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from configs import tiny as tiny_config  # noqa: E402
 
 CHIP = tpu_chips.Chip(
   kind="test",

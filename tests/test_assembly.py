@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import sys
 
 import byte_level
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
+from configs import tiny
 from jaxrl_async.assembly import assembly
 from jaxrl_async.assembly import checks
 from jaxrl_async.assembly import continued_settings
@@ -24,10 +24,6 @@ from jaxrl_async.models import transformer
 from jaxrl_async.planning import memory_estimate
 from jaxrl_async.storage import config_json
 from jaxrl_async.text import tokenizer as tokenizer_lib
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-from configs import tiny  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,6 @@ def test_prompts_have_it_and_worked_solutions_do_not():
   assert prompt.tokens[0] == begin
   text = rendering.render(task.template, prompt.item, task.dataset)
   np.testing.assert_array_equal(prompt.tokens[1:], tokenizer.encode(text))
-  # What the scheduler computes once for all prompts.
-  shared = source.shared_tokens
-  np.testing.assert_array_equal(prompt.tokens[: len(shared)], shared)
   examples = worked_examples_lib.WorkedExamples(
     source, warm_start, max_tokens=2_000
   )
@@ -56,7 +53,7 @@ def test_prompts_have_it_and_worked_solutions_do_not():
 def serving():
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(serving_world, "TOKENIZER", characters())
-    with serving_world.Serving() as made:
+    with serving_world.Serving(tokenizer=serving_world.TOKENIZER) as made:
       yield made
 
 

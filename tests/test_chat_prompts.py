@@ -58,7 +58,6 @@ def test_the_filled_in_template_is_the_users_message(tmp_path):
   assert texts(made, source_lib.Split.EVAL, 1) == {
     "<|system|>Think {hard}.\n<|user|>1 + 1 = \n\n<|assistant|>"
   }
-  assert len(made.shared_tokens) == 0
 
 
 def test_the_chat_template_brings_the_token_that_begins_a_text(tmp_path):
@@ -294,3 +293,41 @@ def test_a_reply_that_only_calls_is_no_answer(tmp_path):
   assert "answer" not in item and "weather" in item["reply"]
   assert item["turn"]["tool_calls"] == [chat_templates.CALL]
   assert [message["role"] for message in item["messages"]] == ["user"]
+
+
+def test_the_tools_of_the_task_are_shown_to_chats_that_name_none(tmp_path):
+  tokenizer, template = chat_templates.load(chat_templates.QWEN)
+  task = sections.TaskSection(
+    episode="tools",
+    episode_params=config_dict.ConfigDict(
+      {"tools": ["tool_functions:multiply"]}
+    ),
+  )
+  tools = setup_lib.tools_of(task, tokenizer, template)
+  assert [tool["function"]["name"] for tool in tools] == ["multiply"]
+  item = {
+    "index": 0,
+    "question": "q",
+    "messages": [{"role": "user", "content": "2 * 3?"}],
+  }
+  values = test_rows.sums([1])
+  made = dataclasses.replace(
+    source(tmp_path, values, chat=True),
+    tokenizer=tokenizer,
+    chat_template=template,
+    tools=tools,
+  )
+  shown = tokenizer.decode(made.prompt("train", item).tokens)
+  assert json.dumps(tools[0], ensure_ascii=False) in shown
+  own = {**item, "tools": chat_templates.TOOLS}
+  shown = tokenizer.decode(made.prompt("train", own).tokens)
+  assert "weather" in shown and "multiply" not in shown
+  assert not setup_lib.tools_of(sections.TaskSection(), tokenizer, template)
+  task.episode_params.describe = False
+  assert not setup_lib.tools_of(task, tokenizer, template)
+  # A template that passes over tools is refused when a prompt is made.
+  deaf = dataclasses.replace(
+    made, chat_template=chat_template_lib.ChatTemplate(TEMPLATE)
+  )
+  with pytest.raises(sections.ConfigError, match="does not write the name of"):
+    deaf.prompt("train", item)

@@ -91,7 +91,12 @@ def _groups():
         rng, 0, 9, finish_reason=EOS, reward=REWARD, writers=(("a", 6),)
       ),
       _trajectory(rng, 1, 0),
-      _trajectory(rng, 3, 7),
+      _trajectory(
+        rng,
+        3,
+        7,
+        events=(types.Event("result", 1, 0, '["é", {"!tuple": []}]'),),
+      ),
     ],
     dropped=(types.Dropped(member=1, num_completion_tokens=9, reason="nan"),),
     times_s={"admitted": 1 / 3},
@@ -119,6 +124,7 @@ def _assert_same_groups(got, wanted):
     for mine, theirs in pairs:
       assert mine.member == theirs.member
       assert mine.finish_reason is theirs.finish_reason
+      assert mine.events == theirs.events
       assert repr(mine.reward) == repr(theirs.reward)
       _assert_same_bits(mine.tokens, theirs.tokens)
       _assert_same_bits(mine.loss_mask, theirs.loss_mask)
@@ -140,6 +146,17 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
   jax.tree.map(lambda x, y: x.sharding == y.sharding or 1 / 0, got, state)
   assert got_host_state == host_state
   _assert_same_groups(got_groups, _groups())
+
+
+def test_each_shard_is_a_file_of_its_own(tmp_path):
+  # TensorStore would hold all that it puts into one file until the end.
+  state = _train_state()
+  checkpoint.save(tmp_path, 5, state, {}, [])
+  files = [
+    x for x in (tmp_path / "5" / "train_state").rglob("*") if x.is_file()
+  ]
+  assert not [file for file in files if "ocdbt" in str(file)]
+  assert len(files) > len(jax.tree.leaves(state))
 
 
 @pytest.mark.parametrize(

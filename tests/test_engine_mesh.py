@@ -20,6 +20,12 @@ CACHES = {
   "slots": {},
   "chunks": {"prefill_chunk": 8},
   "pages": {"num_pages": 12, "page_tokens": 8},
+  "kept": {
+    "num_pages": 32,
+    "page_tokens": 8,
+    "prefill_chunk": 8,
+    "kept_tokens": 256,
+  },
 }
 BOTH_AXES = mesh_lib.MeshShape(data=2, tensor=2)
 ONLY_DATA = mesh_lib.MeshShape(data=4)
@@ -76,6 +82,7 @@ def on_one_device(cache):
   ("shape", "cache"),
   [
     pytest.param(BOTH_AXES, "pages", marks=pytest.mark.slow),
+    pytest.param(BOTH_AXES, "kept", marks=pytest.mark.slow),
     pytest.param(BOTH_AXES, "chunks", marks=pytest.mark.nightly),
     pytest.param(BOTH_AXES, "slots", marks=pytest.mark.nightly),
     pytest.param(ONLY_DATA, "pages", marks=pytest.mark.nightly),

@@ -7,6 +7,7 @@ import worker_world
 
 from jaxrl_async import types
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import episode as episode_lib
 
 REPLY = np.array([50, 51], np.int32)
 
@@ -165,13 +166,19 @@ def is_partial(world):
   )
 
 
-@pytest.mark.parametrize("is_multi_turn", [False, True])
+def two_short_turns(prompt):
+  completion = yield episode_lib.Until(prompt.tokens, max_tokens=6)
+  shown = np.concatenate([REPLY, completion[-1:]])
+  yield episode_lib.Until(episode_lib.Anew(shown), max_tokens=7)
+
+
+@pytest.mark.parametrize("episode", [None, two_turns, two_short_turns])
 def test_partial_groups_are_taken_up_and_finish_as_if_never_interrupted(
-  make_world, is_multi_turn
+  make_world, episode
 ):
-  options = {"max_completion_tokens": 24} if is_multi_turn else {}
-  if is_multi_turn:
-    options["episode"] = two_turns
+  options = {}
+  if episode is not None:
+    options = {"max_completion_tokens": 24, "episode": episode}
   whole = make_world(**options)
   whole.run_until(worker_world.finished(4))
   expected = {g.index: g for g in whole.buffer.state().finished}
@@ -193,7 +200,12 @@ def test_partial_groups_are_taken_up_and_finish_as_if_never_interrupted(
   assert continued.keys() == expected.keys() == {0, 1, 2, 3}
   for index, group in continued.items():
     same_writing(group, expected[index])
-    assert [t.score for t in group.trajectories] == [0, 1, 2]
+    members = [branches[0] for branches in group.branches()]
+    assert [t.score for t in members] == [0, 1, 2]
+    if episode is two_short_turns:
+      sizes = [t.num_completion_tokens for t in group.trajectories]
+      assert max(sizes[::2]) <= 6 and max(sizes[1::2]) <= 7
+      assert {6, 7}.intersection(sizes)
     assert group.prompt.prompt_id == f"tiny/train/{index}"
   worker_world.check_balance(second)
 

@@ -27,6 +27,7 @@ SEEN = {
   "my_reward": ("reward/parts/brevity", lambda x: 0.0 < x <= 1.0),
   "my_data": ("reward/mean", lambda x: 0.0 <= x <= 1.0),
   "my_environment": ("reward/mean", lambda x: 0.0 <= x <= 1.0),
+  "my_tool": ("reward/mean", lambda x: 0.0 <= x <= 1.0),
 }
 
 
@@ -53,7 +54,7 @@ def test_each_extension_has_a_short_program():
   "name",
   [
     name
-    if name == "my_environment"
+    if name in ("my_environment", "my_tool")
     else pytest.param(name, marks=pytest.mark.nightly)
     for name in PROGRAMS
   ],

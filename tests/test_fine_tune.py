@@ -1,14 +1,13 @@
 """Fine-tuning as a program: validation, early stop, checkpoints."""
 
 import json
-import pathlib
-import sys
 
 import jax
 import metrics_page
 import numpy as np
 import pytest
 
+from configs import tiny
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
@@ -17,10 +16,6 @@ from jaxrl_async.models import peft_files
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.supervised import fine_tune
 from jaxrl_async.supervised import supervised
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-from configs import tiny  # noqa: E402
 
 
 def make_config(**warm_start):

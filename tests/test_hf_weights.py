@@ -456,6 +456,34 @@ def test_copies_of_what_is_known_already_are_allowed(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
+@pytest.mark.parametrize(
+  ("model", "of_weights", "message"),
+  [
+    (QWEN2, LLAMA, "has shape .* use the one that came with the weights"),
+    (LLAMA, QWEN2, "_proj.bias is not a tensor of this model"),
+  ],
+)
+def test_weights_of_another_architecture_are_refused_in_one_line(
+  tmp_path, model, of_weights, message
+):
+  written(tmp_path, of_weights)
+  described(tmp_path, hf_config.config_json(model))
+  with pytest.raises(ValueError, match=message) as caught:
+    hf_weights.load(tmp_path)
+  assert "\n" not in str(caught.value)
+
+
+def test_a_download_that_has_not_ended_is_named(tmp_path):
+  written(tmp_path, QWEN2, max_shard_bytes=20_000)
+  last = sorted(tmp_path.glob("*.safetensors"))[-1]
+  last.rename(tmp_path / f"{last.name}.1a2b.incomplete")
+  with pytest.raises(
+    FileNotFoundError, match=f"{last.name}.*its download has not ended"
+  ) as caught:
+    hf_weights.load(tmp_path)
+  assert "\n" not in str(caught.value)
+
+
 def test_files_that_are_not_there_or_torn_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match="config.json"):
     hf_weights.load(tmp_path)

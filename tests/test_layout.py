@@ -16,7 +16,8 @@ PACKAGE = ROOT / "jaxrl_async"
 FOLDERS = {
   "config": "",
   "types": "",
-  "data/tables": "config",
+  "environments": "",
+  "data/tables": "config environments",
   "devices": "config",
   "storage": "config types",
   "algorithms": "config devices",
@@ -27,6 +28,7 @@ FOLDERS = {
   "text": "config storage",
   "models": "config devices storage models/attention",
   "rewards": "config types text",
+  "tools": "config types text rewards",
   "weights": "config devices storage buffer processes",
   "data": "config types data/tables storage text rewards",
   "planning": "config devices models",
@@ -36,15 +38,20 @@ FOLDERS = {
     "config types devices algorithms buffer models/attention processes"
     " reporting models data planning"
   ),
-  "rollout": (
-    "config types devices buffer processes reporting text rewards weights"
-    " data engine"
+  "control": (
+    "config types storage algorithms buffer processes reporting weights"
+    " training"
   ),
-  "serving": "config types processes text models engine",
+  "rollout": (
+    "config types devices storage buffer processes reporting text rewards"
+    " weights data engine"
+  ),
+  "serving": "config types processes text tools models engine",
+  "sessions": "config environments types storage text engine rollout serving",
   "assembly": (
     "config types data/tables devices storage algorithms models/attention"
-    " processes reporting text models rewards data planning data/reasoning_gym"
-    " engine training rollout serving"
+    " processes reporting text models rewards tools data planning"
+    " data/reasoning_gym engine training rollout serving sessions"
   ),
   "cluster": (
     "config devices storage processes reporting text models weights planning"
@@ -58,13 +65,13 @@ FOLDERS = {
     "config types devices storage processes reporting models data engine"
     " training rollout assembly"
   ),
-  "supervised": (
-    "config types data/tables devices storage processes reporting models data"
-    " training assembly"
-  ),
   "evaluation": (
     "config types storage algorithms processes reporting text models rewards"
     " engine rollout assembly policies"
+  ),
+  "supervised": (
+    "config types data/tables devices storage algorithms processes reporting"
+    " models rewards data training rollout assembly evaluation"
   ),
   "run": (
     "config types devices storage buffer processes reporting text models"
@@ -87,8 +94,14 @@ CATCHES_ALL = {
   "rewards/sandbox_tests.py": "its tests",
   "rewards/sandbox_wire.py": "either of them, told to the other one",
   "config/user_code.py": "user code",
+  "environments/verifiers_worker.py": "user code",
   "rollout/episode.py": "user code",
+  "sessions/agents.py": "user code",
+  "rollout/environment.py": "user code",
+  "rollout/calls.py": "user code",
+  "rollout/call_outcome.py": "user code",
   "data/reasoning_gym/questions.py": "user code",
+  "control/actor.py": "an environment; the run ends with the reason",
 }
 BANNED_FILES = {"utils.py", "common.py", "helpers.py"}
 BANNED_WORDS = re.compile(
@@ -96,10 +109,13 @@ BANNED_WORDS = re.compile(
   r"(rob)?s?|(weight|param)_versions?|rollout_ids?|off_policy_steps?)\b"
 )
 # A script of the user's has no launch script that would set them. Ray reads
-# variables, and a replica's process gets the settings of this one.
+# variables, and a replica's process gets the settings of this one. The program
+# of an agent inherits the variables, and finds the policy in some more.
 USES_SETTINGS = {
   "devices/xla_flags.py": {"os.environ"},
   "cluster/environment.py": {"os.environ", "jax.config"},
+  "sessions/agents.py": {"os.environ"},
+  "environments/verifiers_worker.py": {"os.environ"},
 }
 GLOBAL_SETTINGS = {"jax.config", "os.environ", "os.getenv", "os.putenv"}
 

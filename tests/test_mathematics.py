@@ -1,23 +1,17 @@
 r"""Answers of mathematics: where they are found, and what they equal."""
 
-import importlib
-import pathlib
 import random
 import re
-import sys
 import time
 
 import numpy as np
+import odd_answers
 import pytest
 
 from jaxrl_async import types
 from jaxrl_async.rewards import mathematics
 from jaxrl_async.rewards import named
 from jaxrl_async.rewards import term as term_lib
-
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-odd_answers = importlib.import_module("odd_answers")
 
 
 def score(expected, text):

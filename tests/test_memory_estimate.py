@@ -4,13 +4,13 @@ import dataclasses
 import math
 import pathlib
 import runpy
-import sys
 
 import jax
 import pytest
 import test_train_step
 import tiny
 
+from configs import tiny as tiny_config
 from jaxrl_async.assembly import checks
 from jaxrl_async.assembly import config_checks
 from jaxrl_async.assembly import device_checks
@@ -27,9 +27,6 @@ from jaxrl_async.training import packing
 from jaxrl_async.training import trainer as trainer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from configs import tiny as tiny_config  # noqa: E402
 
 Remat = sections.Remat
 MODEL = configs.ModelConfig(

@@ -1,5 +1,7 @@
 """The HTTP interface, asked by the official client over a real connection."""
 
+import dataclasses
+
 import pytest
 import serving_world
 import tiny
@@ -99,6 +101,53 @@ def test_a_streamed_completion_is_the_same_in_pieces(client, seed):
   assert whole.usage.prompt_tokens == len(serving_world.PROMPT) + 2
 
 
+@pytest.mark.slow  # a further engine is compiled
+def test_the_usage_of_a_turn_counts_what_was_kept_of_the_turns_before(client):
+  scheduler = tiny.scheduler(
+    cls=tiny.SteppedScheduler,
+    num_pages=40,
+    page_tokens=4,
+    prefill_chunk=8,
+    kept_tokens=160,
+  )
+  scheduler.adopt(tiny.engine_params(), 0)
+
+  def ask(of, prompt, **options):
+    return of.completions.create(
+      model="tiny",
+      prompt=prompt,
+      seed=len(prompt),
+      n=2,
+      max_tokens=4,
+      extra_body={"ignore_eos": True, "return_token_ids": True},
+      **options,
+    )
+
+  # Its programs are compiled by the first requests.
+  limits = dataclasses.replace(
+    serving_world.LIMITS, deadline_s=600.0, max_deadline_s=600.0
+  )
+  with (
+    serving_world.Serving(scheduler=scheduler, limits=limits) as serving,
+    serving.client() as keeping,
+  ):
+    cached, prompt = [], [6, 7, 8, 9, 10, 11, 12, 13, 14]
+    for _ in range(3):
+      done, plain = ask(keeping, prompt), ask(client, prompt)
+      assert done.usage.prompt_tokens == len(prompt)
+      assert plain.usage.prompt_tokens_details.cached_tokens == 0
+      cached.append(done.usage.prompt_tokens_details.cached_tokens)
+      for one, other in zip(done.choices, plain.choices, strict=True):
+        assert one.token_ids == other.token_ids
+      prompt = [*prompt, *done.choices[0].token_ids]
+    assert cached == [0, 12, 16]
+    (*_, last) = ask(
+      keeping, prompt, stream=True, stream_options={"include_usage": True}
+    )
+    assert last.usage.prompt_tokens_details.cached_tokens == 20
+    assert scheduler.stats.cached_tokens == 48
+
+
 def test_token_ids_and_texts_are_the_same_prompt(client):
   ids = serving_world.TOKENIZER.encode(serving_world.PROMPT).tolist()
   texts = {
@@ -139,6 +188,62 @@ def test_a_chat_is_answered_after_the_last_message_and_a_newline(client):
   assert "".join(pieces) == choice.message.content
   assert events[-1].choices[0].finish_reason == choice.finish_reason
   assert all(event.usage is None for event in events)
+
+
+def test_a_chat_has_the_token_ids_that_were_read_and_written(client):
+  wanted = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": serving_world.PROMPT}],
+    "seed": 4,
+    "max_tokens": 9,
+    "logprobs": True,
+    "extra_body": {
+      "return_token_ids": True,
+      "return_tokens_as_token_ids": True,
+    },
+  }
+  prompt = serving_world.PROMPT + "\n"
+  tokens, _, _ = serving_world.alone(prompt, seed=4, max_tokens=9)
+  whole = client.chat.completions.create(**wanted)
+  assert (
+    whole.prompt_token_ids == serving_world.TOKENIZER.encode(prompt).tolist()
+  )
+  assert whole.choices[0].token_ids == tokens
+  texts = [entry.token for entry in whole.choices[0].logprobs.content]
+  assert texts == [f"token_id:{token}" for token in tokens]
+  first, *others = client.chat.completions.create(**wanted, stream=True)
+  assert first.prompt_token_ids == whole.prompt_token_ids
+  assert all("prompt_token_ids" not in e.model_extra for e in others)
+  written = [t for e in (first, *others) for t in e.choices[0].token_ids]
+  assert written == tokens
+
+
+def test_texts_and_chats_become_tokens_and_texts_again(serving):
+  def ask(path, **body):
+    answer = serving.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+  text = serving_world.PROMPT
+  tokens = serving_world.TOKENIZER.encode(text).tolist()
+  assert ask("/tokenize", model="tiny", prompt=text) == {
+    "count": len(tokens),
+    "max_model_len": tiny.SIZES.cache_tokens,
+    "tokens": tokens,
+    "token_strs": None,
+  }
+  chat = ask(
+    "/tokenize",
+    messages=[{"role": "user", "content": text}],
+    add_generation_prompt=True,
+    return_token_strs=True,
+    chat_template=None,
+  )
+  assert chat["token_strs"] == [*text, "\n"]
+  assert ask("/detokenize", tokens=chat["tokens"]) == {"prompt": text + "\n"}
+  end = serving_world.TOKENIZER.eos_id
+  whole = ask("/detokenize", tokens=[*tokens, end] * 3)  # more than the cache
+  assert whole == {"prompt": (text + "⟨eos⟩") * 3}
 
 
 def test_a_chat_without_a_bound_may_fill_the_cache(client):

@@ -37,7 +37,7 @@ def test_the_clients_own_errors_are_raised(serving, client):
   with pytest.raises(openai.BadRequestError, match="do not fit") as raised:
     complete(prompt="1" * 40)
   assert raised.value.code == "context_length_exceeded"
-  with pytest.raises(openai.BadRequestError, match="tools: not supported"):
+  with pytest.raises(openai.BadRequestError, match="tools: the chat template"):
     client.chat.completions.create(
       model="tiny",
       messages=[{"role": "user", "content": "a"}],
@@ -140,6 +140,13 @@ BAD_COMPLETIONS = [
       ("best_of", 2),
       ("logit_bias", {"5": 1}),
       ("presence_penalty", False),
+      ("repetition_penalty", 1.1),
+      ("length_penalty", 0.5),
+      ("use_beam_search", True),
+      ("skip_special_tokens", False),
+      ("add_special_tokens", False),
+      ("store", True),
+      ("truncate_prompt_tokens", 5),
     )
   ),
   (serving_world.body(max_tokens=30), "do not fit into 32"),
@@ -157,6 +164,23 @@ BAD_COMPLETIONS = [
   ),
   (serving_world.body(bogus=None), "bogus: unknown field"),
 ]
+BAD_TOKENIZE = [
+  ({}, "needs either a prompt or messages"),
+  (
+    {"prompt": "a", "messages": [{"role": "user", "content": "a"}]},
+    "needs either a prompt or messages",
+  ),
+  ({"prompt": "1" * 3000}, "prompt: 3000 characters"),
+  ({"prompt": "\u00e9"}, "not in the tokenizer's alphabet"),
+  ({"prompt": "a", "chat_template": "x"}, "chat_template: not supported"),
+  ({"messages": []}, "needs either"),
+]
+BAD_DETOKENIZE = [
+  ({}, "tokens: is required"),
+  ({"tokens": [97]}, r"token ids must be in \[0, 97\)"),
+  ({"tokens": [-1]}, "token ids"),
+  ({"tokens": "a"}, "tokens: "),
+]
 BAD_CHATS = [
   *(
     (serving_world.chat(messages=messages), words)
@@ -172,7 +196,7 @@ BAD_CHATS = [
       ),
       (
         [{"role": "user", "content": "a", "tool_calls": [{}]}],
-        "tool_calls: not supported",
+        "tool_calls.0.function: is required",
       ),
       (
         [{"role": r, "content": "a"} for r in ("system", "user")],
@@ -183,8 +207,7 @@ BAD_CHATS = [
   *(
     (serving_world.chat(**{name: value}), f"{name}: not supported")
     for name, value in (
-      ("response_format", {"type": "json_object"}),
-      ("tool_choice", "required"),
+      ("functions", [{"name": "f"}]),
       ("top_logprobs", 2),
       ("reasoning_effort", "high"),
     )
@@ -202,6 +225,8 @@ def test_bad_bodies_are_refused_and_none_reaches_the_engine(serving):
   before = serving.queue.stats.requests
   cases = [("/v1/completions", *case) for case in BAD_COMPLETIONS]
   cases += [("/v1/chat/completions", *case) for case in BAD_CHATS]
+  cases += [("/tokenize", *case) for case in BAD_TOKENIZE]
+  cases += [("/detokenize", *case) for case in BAD_DETOKENIZE]
   for path, content, words in cases:
     error = serving_world.check_error(
       serving.post(path, json=content), 400, words
@@ -215,7 +240,6 @@ def test_fields_that_change_nothing_are_taken(serving):
     presence_penalty=0,
     frequency_penalty=0.0,
     logit_bias={},
-    best_of=1,
     echo=False,
     suffix=None,
     user="me",
@@ -223,6 +247,21 @@ def test_fields_that_change_nothing_are_taken(serving):
     stop=None,
     stream_options=None,
     seed=1,
+    n=None,
+    repetition_penalty=1.0,
+    length_penalty=1.0,
+    use_beam_search=False,
+    skip_special_tokens=True,
+    spaces_between_special_tokens=True,
+    add_special_tokens=True,
+    include_stop_str_in_output=False,
+    truncate_prompt_tokens=None,
+    top_k=-1,
+    min_p=0.0,
+    best_of=None,
+    metadata={"run": "4"},
+    store=False,
+    service_tier="auto",
   )
   answer = serving.post(json=neutral)
   assert answer.status_code == 200, answer.text
@@ -236,6 +275,12 @@ def test_fields_that_change_nothing_are_taken(serving):
       response_format={"type": "text"},
       modalities=["text"],
       parallel_tool_calls=True,
+      add_generation_prompt=True,
+      continue_final_message=False,
+      add_special_tokens=False,
+      chat_template_kwargs={},
+      reasoning_effort=None,
+      session_id="me",
       messages=[
         {
           "role": "user",

@@ -342,6 +342,20 @@ def test_a_directory_that_was_removed_is_made_again(tmp_path, notes):
   assert not (tmp_path / "versions").exists()
 
 
+def test_nothing_is_written_after_the_removal_at_an_end(tmp_path):
+  channel = _orbax(tmp_path / "versions")
+  stamped.publish_and_wait(channel, 0)
+  for version in range(1, 5):
+    channel.publish(stamped.params(version), version)  # one is being saved
+  channel.remove()
+  assert not (tmp_path / "versions").exists()
+  channel.publish(stamped.params(5), 5)
+  with pytest.raises(AssertionError, match="is made again"):
+    waiting.until((tmp_path / "versions").exists, "is made again", 0.5)
+  channel._writing.release()
+  channel.close()
+
+
 def test_a_directory_that_is_removed_during_a_save_is_made_again(
   tmp_path, notes, monkeypatch
 ):

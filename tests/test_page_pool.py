@@ -22,29 +22,35 @@ FEW = {"num_pages": 12, "page_tokens": 4}  # 48 tokens; 4 slots of 32 want 128
 # -- the pool --------------------------------------------------------------
 
 
+def take_for(pool, tokens, **options):
+  """What `PagePool.take_for` gives, with the pages as a list."""
+  taken = pool.take_for(tokens, **options)
+  return taken and (taken[0].pages, taken[1])
+
+
 def test_equal_beginnings_share_whole_pages_and_nothing_else():
   pool = page_admission.PagePool(10)
   tokens = np.arange(10)
-  first, new = pool.take_for(tokens, bucket=16, page_tokens=4)
+  first, new = take_for(pool, tokens, bucket=16, page_tokens=4)
   assert new.tolist() == [*first, 10]
-  second, new = pool.take_for(tokens, bucket=16, page_tokens=4)
+  second, new = take_for(pool, tokens, bucket=16, page_tokens=4)
   assert second[:2] == first[:2] and second[2] not in first
   assert new.tolist() == [10, 10, second[2], 10]
   other = np.array([0, 1, 2, 3, 9, 5, 6, 7, 8])
-  third, _ = pool.take_for(other, bucket=16, page_tokens=4)
+  third, _ = take_for(pool, other, bucket=16, page_tokens=4)
   assert third[0] == first[0] and third[1] not in first
-  fourth, _ = pool.take_for(tokens[:4], bucket=32, page_tokens=4)
+  fourth, _ = take_for(pool, tokens[:4], bucket=32, page_tokens=4)
   assert not set(fourth) & {*first, *second, *third}
-  fifth, _ = pool.take_for(tokens[:4], bucket=16, page_tokens=4, adapter=1)
+  fifth, _ = take_for(pool, tokens[:4], bucket=16, page_tokens=4, lineage=1)
   assert not set(fifth) & {*first, *second, *third, *fourth}
   assert pool.num_free == 10 - 8
 
 
 def test_what_does_not_fit_takes_nothing():
   pool = page_admission.PagePool(3)
-  held, _ = pool.take_for(np.arange(8), bucket=16, page_tokens=4)
+  held, _ = take_for(pool, np.arange(8), bucket=16, page_tokens=4)
   longer = np.arange(16)
-  assert pool.take_for(longer, bucket=16, page_tokens=4) is None
+  assert take_for(pool, longer, bucket=16, page_tokens=4) is None
   assert pool.num_free == 1
   pool.release(held)
   assert pool.num_free == 3
@@ -52,12 +58,12 @@ def test_what_does_not_fit_takes_nothing():
 
 def test_pages_of_old_weights_are_never_found():
   pool = page_admission.PagePool(8)
-  old, _ = pool.take_for(np.arange(8), bucket=16, page_tokens=4)
+  old, _ = take_for(pool, np.arange(8), bucket=16, page_tokens=4)
   pool.forget_names()
-  new, _ = pool.take_for(np.arange(8), bucket=16, page_tokens=4)
+  new, _ = take_for(pool, np.arange(8), bucket=16, page_tokens=4)
   assert not set(old) & set(new)
   pool.release(old)
-  again, _ = pool.take_for(np.arange(8), bucket=16, page_tokens=4)
+  again, _ = take_for(pool, np.arange(8), bucket=16, page_tokens=4)
   assert again == new
 
 
@@ -65,7 +71,7 @@ def test_names_hold_each_token_once_however_long_the_sequence_is():
   tokens = np.random.default_rng(0).integers(0, 9, (4, 512), np.int32)
   pool = page_admission.PagePool(4 * 32)
   for row in tokens:
-    assert pool.take_for(row, bucket=512, page_tokens=16)
+    assert take_for(pool, row, bucket=512, page_tokens=16)
   parts = [part for name in pool._named for part in name]
   held = sum(len(part) for part in parts if isinstance(part, bytes))
   assert len(pool._named) == 4 * 32 and held == tokens.nbytes
@@ -73,10 +79,10 @@ def test_names_hold_each_token_once_however_long_the_sequence_is():
 
 def test_a_page_that_is_filled_again_leads_to_none_that_followed_it():
   pool = page_admission.PagePool(4)
-  (first, second), _ = pool.take_for(np.arange(8), bucket=16, page_tokens=4)
+  (first, second), _ = take_for(pool, np.arange(8), bucket=16, page_tokens=4)
   pool.release([first])  # the second is still held, and keeps its name
   other = np.array([9, 9, 9, 9, 4, 5, 6, 7])
-  again, _ = pool.take_for(other, bucket=16, page_tokens=4)
+  again, _ = take_for(pool, other, bucket=16, page_tokens=4)
   assert again[0] == first and again[1] != second
 
 
@@ -91,8 +97,8 @@ def test_every_page_is_free_or_held_as_often_as_it_was_given(moves, num_pages):
     elif move == 3:
       pool.forget_names()
     else:
-      taken = pool.take_for(
-        np.arange(move) // (1 + move % 3), bucket=16, page_tokens=3
+      taken = take_for(
+        pool, np.arange(move) // (1 + move % 3), bucket=16, page_tokens=3
       )
       if taken is not None:
         held.append(taken[0])

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_async.algorithms import divergences
+from jaxrl_async.algorithms import losses
 from jaxrl_async.algorithms import preferences
 
 # From clearly wrong to clearly right, and where exp of it overflows.
@@ -90,3 +92,49 @@ def test_a_gradient_is_the_finite_difference(name):
   width = 0.05
   slope = (loss(margins + width) - loss(margins - width)) / (2 * width)
   np.testing.assert_allclose(found[inside], slope[inside], rtol=2e-3, atol=1e-4)
+
+
+def test_dpo_leaves_mass_where_no_data_was_and_ppo_does_not():
+  """The counterexample of arXiv:2404.10719, section 4.1, with three actions.
+
+  The data say that the first is better than the second. Nothing was said of
+  the third, which the reference never takes.
+  """
+  reference = jnp.log(jnp.array([0.5, 0.5, 1e-9]))
+  start = jnp.array([0.0, 0.0, 3.0])  # 0.91 of the policy is the third
+
+  def dpo(logits):
+    ratios = jax.nn.log_softmax(logits) - reference
+    margin = ratios[0] - ratios[1]
+    return preferences.dpo_loss(margin, beta=1.0, label_smoothing=0.0)
+
+  def ppo(logits):
+    logprobs = jax.nn.log_softmax(logits)
+    rewards = jnp.array([1.0, 0.0, 0.0])
+    rewards -= 0.1 * divergences.k1(logprobs, reference)
+    drawn = jnp.exp(jax.lax.stop_gradient(logprobs))
+    objective, _ = losses.ppo_objective(
+      logprobs[None],
+      logprobs[None],
+      (rewards - drawn @ rewards)[None],
+      jnp.ones((1, 3), bool),
+      clip_low=0.2,
+      clip_high=0.2,
+    )
+    return -drawn @ objective[0]
+
+  # Whatever the third action has, the loss is least if the second has nothing.
+  for policy in ([0.1, 1e-9, 0.9], [1.0, 1e-9, 1e-9]):
+    assert dpo(jnp.log(jnp.array(policy))) < 1e-6
+
+  def trained(loss, is_done):
+    logits, step = start, jax.jit(jax.grad(loss))
+    while not is_done(logits):
+      logits -= step(logits)
+    return jax.nn.softmax(logits), logits
+
+  policy, logits = trained(dpo, lambda x: dpo(x) < 0.01)
+  assert policy[1] < 0.01 and policy[2] > 0.6
+  assert logits[2] == start[2]  # it has no gradient
+  policy, _ = trained(ppo, lambda x: jax.nn.softmax(x)[0] > 0.99)
+  assert policy[2] < 0.01

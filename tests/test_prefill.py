@@ -1,4 +1,4 @@
-"""Prefill in chunks and with a common beginning: the same caches."""
+"""Prefill in chunks: the same caches."""
 
 import functools
 
@@ -16,10 +16,9 @@ CHUNKED = {"prefill_chunk": 8}
 SYSTEM = tiny.prompt(17, seed=5)  # two whole chunks and a rest
 
 
-def make(shared_tokens=None, **sizes):
-  options = {} if shared_tokens is None else {"shared_tokens": shared_tokens}
+def make(**sizes):
   scheduler = scheduler_lib.Scheduler(
-    tiny.engine(**CHUNKED, **sizes), busy=metrics_lib.BusyClock(), **options
+    tiny.engine(**CHUNKED, **sizes), busy=metrics_lib.BusyClock()
   )
   scheduler.adopt(tiny.engine_params(), 0)
   return scheduler
@@ -34,10 +33,10 @@ def with_system(*lengths, limit=32):
   ]
 
 
-def assert_scored(sequences, params=None):
+def assert_scored(sequences):
   for sequence in sequences:
     t = sequence.trajectory()
-    (expected,) = tiny.trainer_logprobs(params or tiny.params(), [t.tokens])
+    (expected,) = tiny.trainer_logprobs(tiny.params(), [t.tokens])
     np.testing.assert_allclose(
       t.behavior_logprobs[t.loss_mask], expected[t.loss_mask], atol=1e-4
     )
@@ -96,38 +95,8 @@ def test_running_sequences_wait_for_one_chunk_a_call(monkeypatch):
   assert_scored([running, *late])
 
 
-def test_what_all_prompts_begin_with_is_computed_once_a_version():
-  scheduler = make(SYSTEM)
-  sequences = with_system(3, 6, 9, 11)
-  tiny.write_all(scheduler, sequences)
-  assert_scored(sequences)
-  own = sum(17 + n - 16 for n in (3, 6, 9, 11))
-  assert scheduler.stats.prefill_tokens == 16 + own
-  later = with_system(4, 7)
-  tiny.write_all(scheduler, later)
-  assert scheduler.stats.prefill_tokens == 16 + own + 1 + 4 + 1 + 7
-  scheduler.adopt(tiny.engine_params(1, seed=1), 1)
-  newer = with_system(5)
-  tiny.write_all(scheduler, newer)
-  assert scheduler.stats.prefill_tokens == 16 + own + 13 + 16 + 1 + 5
-  assert_scored(newer, tiny.params(1))
-
-
-def test_the_same_bits_with_and_without_the_common_beginning():
-  lengths = 3, 6, 9, 11
-  shared = tiny.write_all(make(SYSTEM), with_system(*lengths))
-  assert shared == tiny.write_all(make(), with_system(*lengths))
-
-
-def test_a_prompt_that_begins_otherwise_shares_nothing():
-  scheduler = make(SYSTEM)
-  sequences = [tiny.sequence(tiny.prompt(25), limit=32), *with_system(8)]
-  tiny.write_all(scheduler, sequences)
-  assert_scored(sequences)
-
-
 def test_chunks_fill_pages_as_well():
-  scheduler = make(SYSTEM, num_pages=32, page_tokens=4)
+  scheduler = make(num_pages=32, page_tokens=4)
   sequences = with_system(3, 3, 6, 9)
   tiny.write_all(scheduler, sequences)
   assert_scored(sequences)

@@ -7,8 +7,6 @@ engine computes must be that, whatever the quantisation itself costs.
 import dataclasses
 import functools
 import json
-import pathlib
-import sys
 
 import jax
 from jax import numpy as jnp
@@ -17,6 +15,7 @@ import pytest
 import reward_scorers
 import tiny
 
+from configs import tiny as tiny_config
 from jaxrl_async.assembly import checks
 from jaxrl_async.assembly import config_checks
 from jaxrl_async.assembly import dry_run
@@ -32,10 +31,6 @@ from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import train as train_lib
 from jaxrl_async.training import publishing
 from jaxrl_async.weights import weight_transfer
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-from configs import tiny as tiny_config  # noqa: E402
 
 QUANTIZED = [sections.WeightFormat.INT8, sections.WeightFormat.FP8]
 # With everything a model may have, and of a vocabulary that halves.
@@ -278,20 +273,54 @@ def test_prefill_caches_what_the_dequantised_weights_compute():
     np.testing.assert_allclose(k[0, :, :, :13], expected, atol=1e-5)
 
 
-def test_a_bfloat16_engine_rounds_once_a_product():
-  made = engine(sections.WeightFormat.INT8, dtype="bfloat16")
-  weights = published(sections.WeightFormat.INT8, dtype="bfloat16")
-  written, _ = tiny.write(made, made.load_params(weights, 0), rows())
+@pytest.mark.parametrize(
+  "weights", [sections.WeightFormat.FLOAT, sections.WeightFormat.INT8]
+)
+def test_a_bfloat16_engine_rounds_once_a_product(weights):
+  made = engine(weights, dtype="bfloat16")
+  params = made.load_params(published(weights, dtype="bfloat16"), 0)
+  query = params.weights["layers"][0]["query"]
+  is_first = isinstance(query, quantization.ChannelsFirst)
+  assert is_first == (weights is sections.WeightFormat.FLOAT)
+  written, _ = tiny.write(made, params, rows())
   tokens = [
     np.concatenate([row.prompt, out.tokens])[:21]
     for row, out in zip(rows(), written, strict=True)
   ]
-  expected = tiny.trainer_logprobs(
-    exact(sections.WeightFormat.INT8), tokens, model=UNTIED
-  )
+  expected = tiny.trainer_logprobs(exact(weights), tokens, model=UNTIED)
   for row, out, logprobs in zip(rows(), written, expected, strict=True):
     n = len(row.prompt)
     np.testing.assert_allclose(out.logprobs[: 21 - n], logprobs[n:], atol=0.2)
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_a_product_is_the_same_with_channels_first(is_stacked):
+  params = full()
+  if not is_stacked:
+    params = transformer.unstack(params, UNTIED.num_layers)
+  found = jax.jit(quantization.channels_first)(params)
+  layer, turned = params["layers"], found["layers"]
+  if is_stacked:
+    layer, turned = (jax.tree.map(lambda x: x[0], x) for x in (layer, turned))
+  else:
+    layer, turned = layer[0], turned[0]
+  equations = {
+    "query": "...d,dnh->...nh",
+    "output": "...nh,nhd->...d",
+    "down": "...f,fd->...d",
+  }
+  for name, equation in equations.items():
+    num_in = quantization.NUM_CONTRACTED[name]
+    x = np.random.default_rng(1).normal(size=(5, *layer[name].shape[:num_in]))
+    x = jnp.asarray(x, jnp.float32)
+    np.testing.assert_allclose(
+      quantization.project(equation, x, turned[name]),
+      jnp.einsum(equation, x, layer[name]),
+      atol=1e-5,
+    )
+  np.testing.assert_array_equal(
+    found["output_head"].matrix.T, params["output_head"]
+  )
 
 
 @pytest.mark.slow

@@ -3,19 +3,13 @@
 import ast
 import decimal
 import fractions
-import importlib
 import json
-import pathlib
 import re
-import sys
 
+import odd_answers
 import pytest
 
 from jaxrl_async.rewards import reasoning
-
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-odd_answers = importlib.import_module("odd_answers")
 
 # Those of which the library takes odd answers for right, raises for some, or
 # evaluates them as programs.

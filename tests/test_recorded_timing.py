@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl_async import types
 from jaxrl_async.config import sections
+from jaxrl_async.control import settings as settings_lib
 from jaxrl_async.replay import recorded_timing
 from jaxrl_async.replay import replay_settings
 from jaxrl_async.replay import timing_record
@@ -187,6 +188,12 @@ def whole_group(index, *, version, group_size):
 def test_what_is_trained_on_comes_back_and_answers_do_not(tmp_path):
   groups = [whole_group(i, version=0, group_size=3) for i in (5, 2)]
   groups.append(group(1, [0, 0]))
+  (trajectory,) = groups[-1].trajectories
+  trajectory.events = (
+    types.Event("result", 0, 0, '{"found": "é"}'),
+    types.Event("error", 1, 1, "timeout: search took longer than 10 s"),
+    types.Event("reward", 0, -1, "0.5"),
+  )
   with contextlib.closing(opened(tmp_path)) as schedule:
     schedule.add_step(0, groups, {})
   text = (tmp_path / "timing.jsonl").read_text()
@@ -205,6 +212,7 @@ def test_what_is_trained_on_comes_back_and_answers_do_not(tmp_path):
         finish_reason=wanted.finish_reason,
         cache_builds=wanted.cache_builds,
         reward=reward,
+        events=tuple(e for e in wanted.events if e.kind != "reward"),
         digest=timing_record.digest(wanted),
       )
 
@@ -247,6 +255,8 @@ def test_steps_are_recorded_by_the_starts_that_want_it(tmp_path):
 )
 def test_configs_of_large_batches_record_no_schedule(path):
   config = config_of(path)
+  if isinstance(config, settings_lib.ControlConfig):
+    return  # nothing of it is recorded
   section = config.algorithm
   is_large = section.groups_per_step * section.group_size > 1_000
   assert config.run.record_timing == (not is_large)
@@ -283,3 +293,26 @@ def test_a_replay_says_that_it_needs_the_record(tmp_path):
       sections.ConfigError, match=f"train step {missing} .*run.record_timing"
     ):
       part(**wanted)
+
+
+@pytest.mark.parametrize(
+  ("name", "value"),
+  [("kept_tokens", 64), ("kv_on_adopt", sections.KvOnAdopt.KEEP)],
+)
+def test_a_cache_of_which_the_record_does_not_tell_is_not_replayed(
+  tmp_path, name, value
+):
+  config = sections.Config()
+  setattr(config.rollout, name, value)
+  schedule = opened(
+    tmp_path,
+    0,
+    first_step=0,
+    record_steps=True,
+    config=config_json.to_stored(config),
+  )
+  schedule.add_step(0, [group(0, [0])], SUMS)
+  schedule.close()
+  recorded = recorded_timing.read(tmp_path)
+  with pytest.raises(sections.ConfigError, match=f"^workdir: .*{name}.* is of"):
+    replay_settings.part(recorded, replay_settings.Wanted())

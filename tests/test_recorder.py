@@ -196,7 +196,7 @@ def test_the_idle_time_of_an_adoption_is_told_beside_that_of_a_step():
   names = {
     *("waiting_slot_steps", "prefill_tokens", "busy_slot_steps", "wait_s"),
     *("generated_tokens", "recompute_tokens", "interruptions", "preemptions"),
-    *("run/rollout_busy_s", "decode_steps"),
+    *("run/rollout_busy_s", "decode_steps", "cached_tokens"),
   }
 
   def metrics(adopt_s, adoptions):

@@ -122,9 +122,10 @@ def test_recomputing_keeps_the_prefixes_of_one_prefill_at_a_time(monkeypatch):
   kept = []
   advance = prefill.Prefiller.advance
 
-  def watched(self, **options):
-    advance(self, **options)
+  def watched(self, *given, **options):
+    is_left = advance(self, *given, **options)
     kept.append(len(self._ready))
+    return is_left
 
   monkeypatch.setattr(prefill.Prefiller, "advance", watched)
   scheduler = tiny.ready()

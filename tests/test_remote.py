@@ -86,6 +86,7 @@ def test_packed_messages_are_what_was_packed(indices):
         trajectory=dataclasses.replace(
           turn.trajectory, finish_reason=reasons[i]
         ),
+        num_cached=i,
       )
       for i, turn in enumerate(work.turns)
     ),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
+import environment_calls as called
 import jax
 from jax import numpy as jnp
 import numpy as np
@@ -61,7 +62,7 @@ def other_turns(prompt):
   yield prompt.tokens[:1]
 
 
-def play(workdir, episode=episode_lib.single_turn, devices=None, **wanted):
+def play(workdir, episode=None, devices=None, **wanted):
   """Replays a run."""
   with progress_lib.Progress(0) as progress:
     return replay_lib.replay(
@@ -123,7 +124,7 @@ def test_a_run_is_replayed_to_the_bit(recorded, monkeypatch):
   assert max(x["num_policy_versions"] for x in trained) > 1
   # No more steps are open than versions are outstanding: a group of step s may
   # have been begun max_staleness steps before.
-  longest = max(x["step"] - x["policy_version_min"] for x in ledger)
+  longest = max(x["step"] - x["policy_version_min"] for x in trained)
   assert Watched.now == 0 and 1 <= Watched.most <= 1 + longest < NUM_STEPS
 
 
@@ -257,23 +258,25 @@ def test_a_killed_run_and_what_followed_are_replayed(
 ):
   workdir = tmp_path / "killed"
   shutil.copytree(recorded, workdir)
-  # The run ended after step 6, and was writing the line of another one.
+  # The run ended before step 7, and was writing the line of another one.
   for name in ("7", "8"):
     shutil.rmtree(workdir / "checkpoints" / name, ignore_errors=True)
+  # A checkpoint that is due waits until the one before is written.
+  last = max(int(path.name) for path in (workdir / "checkpoints").glob("[0-9]"))
   with open(workdir / "timing.jsonl", "a") as file:
     file.write('{"step": 8, "gro')
   test_run.start(make_config(), workdir, scorer=SCORER)
   starts = recorded_timing.read(workdir).starts
-  assert [start.step for start in starts] == [0, 6]
+  assert [start.step for start in starts] == [0, last]
   # As if the second start had had other flags of XLA.
   path = workdir / "timing.jsonl"
-  first, rest = path.read_text().split('"start":6', 1)
+  first, rest = path.read_text().split(f'"start":{last}', 1)
   rest = rest.replace('"xla_flags":"', '"xla_flags":"--other', 1)
-  path.write_text(f'{first}"start":6{rest}')
+  path.write_text(f'{first}"start":{last}{rest}')
   capsys.readouterr()
   assert play(workdir).last_step == NUM_STEPS
   said = capsys.readouterr().err
-  assert "bits may differ from step 6 on: xla_flags was '--other" in said
+  assert f"bits may differ from step {last} on: xla_flags was '--other" in said
   assert "bits may differ from step 0" not in said
 
 
@@ -334,6 +337,49 @@ def test_turns_and_preemptions_are_replayed(tmp_path):
   # Another second turn makes another group.
   with pytest.raises(DIFFERENCE, match=r"group \d+, member"):
     play(tmp_path, other_turns)
+
+
+def test_a_replay_and_a_run_that_goes_on_make_no_recorded_call(tmp_path):
+  path = tmp_path / "calls"
+
+  async def episode(prompt, context):
+    """The second turn depends on what a call returned first."""
+    written = yield prompt.tokens
+    name = f"{prompt.prompt_id} {context.member} {written.tolist()}"
+    count = await context.call(called.note_there, str(path), name)
+    context.reward(count % 2)
+    yield np.append(written[-1:], count % 7 + 20).astype(np.int32)
+
+  config = make_config()
+  config.task.reward = "episode"
+  workdir = tmp_path / "run"
+  config.train.num_steps = 4
+  train_lib.run(config, workdir, episode=episode)
+  # What was called after the checkpoint is called again, since nothing else
+  # would know of it.
+  recorded = [
+    f"{group.prompt.prompt_id} {trajectory.member} {written.tokens.tolist()}"
+    for outstanding in outstanding_lib.read(workdir / "checkpoints" / "4")
+    for group in [outstanding.group]
+    for trajectory in group.trajectories
+    if trajectory.events
+    for written in [next(episode_lib.recorded_turns([trajectory])).completion]
+  ]
+  config.train.num_steps = NUM_STEPS
+  train_lib.run(config, workdir, episode=episode)
+  made = called.lines(path)
+  assert recorded
+  assert [made.count(name) for name in recorded] == [1] * len(recorded)
+  assert play(workdir, episode).last_step == NUM_STEPS
+  step = a_checkpoint_between(workdir, 3, 7)
+  assert play(workdir, episode, from_step=step).first_step == step
+  assert called.lines(path) == made
+  scores = {
+    reward
+    for line in test_run.lines(workdir, "ledger")
+    for reward in line["rewards"]
+  }
+  assert scores == {0.0, 1.0}
 
 
 @pytest.mark.nightly

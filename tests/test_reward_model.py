@@ -14,12 +14,15 @@ import test_preference_objectives
 import test_preferences
 import test_prompts
 import test_rows
+import tokenizers
 
+from jaxrl_async import types
 from jaxrl_async.config import sections
 from jaxrl_async.data import labelled_steps
 from jaxrl_async.data import rows as rows_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.supervised import reward_model
+from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import reward_objectives
 
 start = test_prefer.start  # a fixture
@@ -82,7 +85,7 @@ def steps(count=40, **columns):
     {
       "prompt": f"{i}+1",
       "steps": ["a", "bb\n", "ccc"],
-      "labels": [True, bool(i % 2), 0],
+      "labels": [True, (i % 2) / 4, 0],
       **columns,
     }
     for i in range(count)
@@ -101,7 +104,7 @@ def test_the_labels_lie_at_the_last_tokens_of_the_steps(tmp_path):
     assert TOKENIZER.decode(example.tokens[ends]) == "\n\n\n"
     assert solution.labels[ends[0]] == 1 and solution.labels[ends[2]] == 0
     assert not solution.labels[~example.loss_mask].any()
-  assert {x.labels[x.example.loss_mask][1] for x in solutions} == {0.0, 1.0}
+  assert {x.labels[x.example.loss_mask][1] for x in solutions} == {0.0, 0.25}
   rows = reward_objectives.pack_steps(solutions, tokens_per_row=60)
   rng = np.random.default_rng(0)
   values = rng.normal(0, 2, rows.tokens.shape).astype(np.float32)
@@ -109,10 +112,9 @@ def test_the_labels_lie_at_the_last_tokens_of_the_steps(tmp_path):
   wanted, right = 0.0, 0
   for row, column in np.argwhere(rows.loss_mask):
     r, y = values[row, column], labels[row, column]
-    wanted -= (
-      test_preferences.log_sigmoid(r) if y else test_preferences.log_sigmoid(-r)
-    )
-    right += (r > 0) == bool(y)
+    wanted -= y * test_preferences.log_sigmoid(r)
+    wanted -= (1 - y) * test_preferences.log_sigmoid(-r)
+    right += (r > 0) == (y > 0.5)
   found = reward_objectives.STEPS.sums(microbatch(rows, jnp.asarray(values)))
   assert float(found["loss"]) == pytest.approx(wanted, rel=1e-5)
   assert float(found["accuracy"]) == right
@@ -128,13 +130,69 @@ def test_the_labels_lie_at_the_last_tokens_of_the_steps(tmp_path):
 
 
 @pytest.mark.parametrize(
+  ("text", "expected"),
+  [
+    ("a\nbb\n", ["a\n", "bb\n"]),
+    ("a\n\n \nbb⟨eos⟩", ["a\n", "\n \nbb⟨eos⟩"]),
+    ("a\n⟨eos⟩", ["a\n"]),
+    ("a\nbb", ["a\n", "bb"]),
+    ("\n\n⟨eos⟩", []),
+    ("⟨eos⟩", []),
+    ("", []),
+  ],
+)
+def test_steps_of_a_completion_are_its_lines(text, expected):
+  tokens = TOKENIZER.encode(text.removesuffix("⟨eos⟩"))
+  if text.endswith("⟨eos⟩"):
+    tokens = np.append(tokens, np.int32(TOKENIZER.eos_id))
+  found = labelled_steps.ends(tokens, TOKENIZER)
+  begins = [0, *(end + 1 for end in found)]
+  assert [
+    TOKENIZER.decode_all(tokens[begin : end + 1].tolist())
+    for begin, end in zip(begins[:-1], found, strict=True)
+  ] == expected
+  # It is scored where a row with these steps has its labels.
+  prompt = types.Prompt(prompt_id="", tokens=TOKENIZER.encode("1+1"), item={})
+  example, ends = labelled_steps.completed(prompt, tokens, TOKENIZER)
+  assert ends == found and example.loss_mask.sum() == len(found)
+  if expected:
+    of_row = labelled_steps.tokenized(
+      prompt, [x.removesuffix("⟨eos⟩") for x in expected], TOKENIZER
+    )
+    length = len(of_row)
+    assert example.tokens[:length].tolist() == of_row.tokens.tolist()
+    assert example.loss_mask[:length].tolist() == of_row.loss_mask.tolist()
+
+
+def test_the_last_step_is_encoded_with_its_line_break():
+  vocabulary = {"3": 0, ".": 1, "Ċ": 2, ".Ċ": 3, "<e>": 4, "<p>": 5}
+  library = tokenizers.Tokenizer(
+    tokenizers.models.BPE(vocabulary, [(".", "Ċ")])
+  )
+  library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+    add_prefix_space=False, use_regex=False
+  )
+  library.decoder = tokenizers.decoders.ByteLevel()
+  library.add_special_tokens(["<e>", "<p>"])
+  tokenizer = tokenizer_lib.Tokenizer(library, eos_token="<e>", pad_token="<p>")
+  prompt = types.Prompt(prompt_id="", tokens=np.array([2], np.int32), item={})
+  written = np.array([0, 3, 0, 1, 4], np.int32)  # "3.", a break, "3.", the end
+  example, ends = labelled_steps.completed(prompt, written, tokenizer)
+  assert ends == [1, 4]
+  assert example.tokens.tolist() == [2, 0, 3, 0, 3]
+  of_row = labelled_steps.tokenized(prompt, ["3.", "3."], tokenizer)
+  assert example.tokens.tolist() == of_row.tokens.tolist()
+  assert example.loss_mask.tolist() == of_row.loss_mask.tolist()
+
+
+@pytest.mark.parametrize(
   ("rows", "words"),
   [
     (
       steps(labels=[True]),
       ["preference.labels", "1 for 3", "preference.steps"],
     ),
-    (steps(labels=[True, 2, 0]), ["preference.labels", "true and false"]),
+    (steps(labels=[True, 1.5, 0]), ["preference.labels", "true and false"]),
     (steps(steps="a"), ["preference.steps", "not a list of texts"]),
     (
       [{"prompt": f"{i}"} for i in range(40)],

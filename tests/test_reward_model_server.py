@@ -1,14 +1,17 @@
 """A trained reward model as a reward server, and as the reward of a run."""
 
 from concurrent import futures
+import contextlib
 import copy
 import functools
 import http.client
 import json
 import pathlib
+import queue
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pyarrow.parquet
@@ -18,6 +21,7 @@ import test_reward_model
 import test_run
 
 from jaxrl_async import types
+from jaxrl_async.algorithms import step_rewards
 from jaxrl_async.config import sections
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rewards import server as server_lib
@@ -49,12 +53,12 @@ def script(tmp_path, workdir, *flags, **fields):
   ]
 
 
-def completion(text, num_turns=1):
+def completion(text, num_turns=1, tokens=None):
   turn = types.Turn(prompt="", completion=text, num_tokens=len(text))
   return types.Completion(
     text=text,
     turns=(turn,) * num_turns,
-    tokens=np.zeros(len(text), np.int32),
+    tokens=np.zeros(len(text), np.int32) if tokens is None else tokens,
     finish_reason=types.FinishReason.EOS,
   )
 
@@ -157,6 +161,79 @@ def test_what_cannot_be_served_is_refused_in_one_line(tmp_path, start):
   )
   with pytest.raises(sections.ConfigError, match="^workdir: .*no reward model"):
     serve(config, tmp_path / "new")
+
+
+@contextlib.contextmanager
+def served(config, workdir):
+  """The address of a server in a thread."""
+  stop, ready = supervisor_lib.StopRequest(), queue.SimpleQueue()
+  thread = threading.Thread(
+    target=reward_server.serve,
+    args=(config, workdir),
+    kwargs={"port": 0, "stop": stop, "on_ready": ready.put},
+  )
+  thread.start()
+  try:
+    yield ready.get(timeout=120)
+  finally:
+    stop.set()
+    thread.join(60)
+
+
+@pytest.mark.slow
+def test_a_model_of_steps_pays_for_steps_of_the_policys_own_tokens(
+  tmp_path, start
+):
+  config = test_reward_model.make_config(tmp_path, start, num_steps=20)
   config.preference.reward_loss = sections.RewardLoss.STEPS
-  with pytest.raises(sections.ConfigError, match="^preference.reward_loss: "):
-    serve(config, tmp_path / "new")
+  rows = test_reward_model.steps()
+  path = tmp_path / "steps.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  config.task.dataset = f"jsonl:{path}"
+  reward_model.train(config, tmp_path / "model")
+  # What the model says of the same steps in a file.
+  direct_of = {
+    line["row"]: line["steps"]
+    for line in reward_model.scores(config, tmp_path / "model", f"jsonl:{path}")
+  }
+  tokenizer = test_reward_model.TOKENIZER
+  text = "a\nbb\nccc"
+  tokens = np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id))
+  given = completion(text, tokens=tokens)
+  nothing = completion("", tokens=tokens[-1:])
+  with served(config, tmp_path / "model") as address:
+    assert address.endswith("?reward=outcome")
+    base = address.partition("?")[0]
+
+    def of(query, *completions):
+      server = server_lib.at(base + query)
+      return server.score(item("7+1"), completions, timeout_s=60.0)
+
+    expected = np.array(direct_of[7])
+    assert np.ptp(expected) > 0.3
+    process, empty = of("?reward=process", given, nothing)
+    found = process.token_scores
+    assert [*found] == [1, 4, 8]  # the last is the end of sequence
+    assert [*found.values()] == pytest.approx(expected, abs=1e-5)
+    assert process.score == 0 and process.parts["steps"] == 3
+    assert process.parts["sum"] == pytest.approx(expected.sum(), abs=1e-5)
+    assert 0 < process.parts["updates"] <= 20
+    assert empty.score == 0 and empty.token_scores == {}
+    outcome, empty = of("?reward=outcome", given, nothing)
+    assert outcome.score == pytest.approx(expected[-1], abs=1e-5)
+    assert outcome.token_scores is None and empty.score == 0
+    (clipped,) = of("?reward=clip_delta&threshold=0.5", given)
+    wanted = step_rewards.shaped(expected, shape="clip_delta", threshold=0.5)
+    assert [*clipped.token_scores.values()] == pytest.approx(wanted, abs=1e-5)
+    for query, words in (
+      ("", "400.*use one of outcome, process"),
+      ("?reward=delta&threshold=0.5", "400.*clip and clip_delta"),
+      ("?reward=clip", "400.*clip and clip_delta take a threshold"),
+      ("?reward=clip&threshold=nan", "400.*finite"),
+      ("?reward=clip&eta=0.5", "400.*eta.*not known"),
+    ):
+      server = server_lib.at(base + query)
+      with pytest.raises(server_lib.ServerError, match=words):
+        server.check(60.0)
+    with pytest.raises(server_lib.ServerError, match="422.*own"):
+      of("?reward=process", completion(text))

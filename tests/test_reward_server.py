@@ -152,7 +152,9 @@ def test_a_group_is_one_request_with_everything_a_function_would_see(score):
     {
       "text": "1=2",
       "answer": "2",
-      "turns": [{"prompt": "Q", "completion": "1=2", "num_tokens": 3}],
+      "turns": [
+        {"prompt": "Q", "completion": "1=2", "num_tokens": 3, "reward": 0.0}
+      ],
       "tokens": reward_groups.TOKENIZER.encode("1=2").tolist(),
       "finish_reason": "eos",
     }

@@ -377,7 +377,7 @@ def test_a_pool_that_broke_is_replaced(make_service):
   assert scores(submit(service, {}, ["=a"])) == [1.0]
   # As the kernel does when memory runs out, while the process is idle.
   for process in list(
-    service._pool._pool._pool_manager.worker_manager.workers.values()
+    service._pool._processes._pool._pool_manager.worker_manager.workers.values()
   ):
     process.kill()
     process.join(10)

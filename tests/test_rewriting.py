@@ -14,6 +14,8 @@ from jaxrl_async.config import sections
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
+from jaxrl_async.rollout import environment as environment_lib
+from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import rewriting as rewriting_lib
@@ -50,6 +52,14 @@ def two_turns(prompt):
   yield np.append(written[-1:], prompt.tokens[:2]).astype(np.int32)
 
 
+def ended_early(prompt):
+  """An episode whose turns have limits of their own, the last one apart."""
+  written = yield episode_lib.Until(prompt.tokens, max_tokens=5)
+  more = np.append(written[-1:], prompt.tokens[:2]).astype(np.int32)
+  yield episode_lib.Until(more, stop_token_ids=range(8), stop=("a", "b"))
+  yield more
+
+
 class Recorded:
   """Groups that a coordinator and a replica write, over several versions."""
 
@@ -68,7 +78,7 @@ class Recorded:
       rewards=tiny.Rewards(),
       ledger=ledger,
       busy=metrics_lib.BusyClock(),
-      episode=episode,
+      environment=environment_lib.Environment(episode),
     )
     self.replica = self.new_replica("first")
 
@@ -115,16 +125,16 @@ def feed_from(replica, version):
 def rewrite(groups, episode, sizes):
   """Generates groups again; gives them by group and member."""
   found = {
-    (group.index, t.member): rewriting_lib.Rewritten(
+    (group.index, branches[0].member): rewriting_lib.Rewritten(
       group.admission,
       group.prompt,
-      t.cache_builds,
-      episode(group.prompt),
+      [t.cache_builds for t in branches],
+      environment_lib.Environment(episode),
       SETTINGS,
-      member=t.member,
+      member=branches[0].member,
     )
     for group in groups
-    for t in group.trajectories
+    for branches in group.branches()
   }
   again = rewriting_lib.Rewriting(tiny.scheduler(**sizes), TOKENIZER)
   again.add(found.values())
@@ -159,20 +169,43 @@ def test_what_was_recorded_is_written_again_to_the_bit(name, tmp_path):
     for t in g.trajectories
   ]
   assert max(spans) > 2
-  found = rewrite(groups, two_turns, sizes)
+  check_rewritten(groups, two_turns, sizes)
+
+
+def check_rewritten(groups, episode, sizes):
+  found = rewrite(groups, episode, sizes)
   for group in groups:
     for trajectory in group.trajectories:
       again = found[group.index, trajectory.member]
       assert again.is_done
       for array in types.TOKEN_ARRAYS:
         np.testing.assert_array_equal(
-          getattr(again.trajectory, array), getattr(trajectory, array)
+          getattr(again.branches[-1], array), getattr(trajectory, array)
         )
-      assert again.trajectory.finish_reason is trajectory.finish_reason
+      assert again.branches[-1].finish_reason is trajectory.finish_reason
       # A preemption within a version leaves exact caches as they were.
-      assert [b[:3] for b in again.trajectory.cache_builds] == [
+      assert [b[:3] for b in again.branches[-1].cache_builds] == [
         b[:3] for b in trajectory.cache_builds
       ]
+
+
+def test_turns_with_limits_of_their_own_are_written_again(tmp_path):
+  groups = Recorded(tmp_path, ended_early, {}).write()
+  trajectories = [t for group in groups for t in group.trajectories]
+  by_turn = collections.defaultdict(list)
+  for trajectory in trajectories:
+    turns = episode_lib.recorded_turns([trajectory])
+    for number, turn in enumerate(turns):
+      by_turn[number].append(turn.completion.tokens.tolist())
+  first, second, last = by_turn.values()
+  assert max(map(len, first)) == 5 < max(map(len, last))
+  a, b = TOKENIZER.encode("ab").tolist()
+  ends = {*range(8), a, b}
+  assert not any(ends.intersection(tokens[:-1]) for tokens in second)
+  assert any(ends.intersection(tokens[:-1]) for tokens in last)
+  found = {tokens[-1] for tokens in second}
+  assert found & set(range(8)) and found & {a, b}
+  check_rewritten(groups, ended_early, {})
 
 
 def test_without_one_of_the_caches_other_bits_are_written(tmp_path):
@@ -196,7 +229,7 @@ def test_without_one_of_the_caches_other_bits_are_written(tmp_path):
     return  # other tokens ended it elsewhere
   length = trajectory.cache_builds[1].length + 1
   assert not np.array_equal(
-    again.trajectory.behavior_logprobs[:length],
+    again.branches[-1].behavior_logprobs[:length],
     trajectory.behavior_logprobs[:length],
   )
 

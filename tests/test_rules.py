@@ -36,6 +36,11 @@ IN_REWARD = {
 }
 RAY = {"cluster.kind": "ray"}
 LORA = {"model.lora.rank": 4}
+KEPT = {
+  "rollout.kept_tokens": 64,
+  "rollout.num_pages": 8,
+  "rollout.prefill_chunk": 64,
+}
 MIB = "x" * 2**20
 
 
@@ -178,6 +183,19 @@ def test_a_wrong_setting_is_refused_with_its_name(path, value, why):
     (
       {"rollout.prefill_chunk": 48},
       "rollout.prefill_buckets: (64, 128)...prefill_chunk 48",
+    ),
+    ({"rollout.kept_tokens": 64}, "rollout.kept_tokens: 64 are kept in pages"),
+    (
+      {"rollout.kept_tokens": 64, "rollout.num_pages": 8},
+      "rollout.kept_tokens: ...set rollout.prefill_chunk",
+    ),
+    (
+      KEPT | {"rollout.preemption": "exact"},
+      "rollout.kept_tokens: ...rollout.preemption=exact",
+    ),
+    (
+      KEPT | {"run.exact_resume": True},
+      "rollout.kept_tokens: ...run.exact_resume wants; use 0",
     ),
     (
       {"warm_start.num_steps": 1, "warm_start.rows_per_batch": 12},
@@ -497,6 +515,7 @@ def test_what_does_not_go_together_is_refused_with_both_names(
       "rollout.prefill_chunk": 64,
       "rollout.preemption": "exact",
     },
+    KEPT | {"rollout.kv_on_adopt": "keep"},
     {"algorithm.proximal": "reuse", "algorithm.num_minibatches": 1},
     {
       "algorithm.proximal": "reuse",

@@ -52,7 +52,8 @@ def test_a_trajectory_is_all_that_was_reported_of_it(num_pieces, looks):
     writers += [one.replica] * len(one.new.tokens)
     if looks:
       assert group.trajectory(1).tokens.tolist() == tokens
-    assert group.last_completion(1).tolist() == tokens[3:]
+    last = group.last_completion(1, 2)
+    assert last.tokens.tolist() == tokens[3:] and last.num_cached == 2
   found = group.group().trajectories[1]
   assert found.tokens.tolist() == tokens
   assert found.policy_versions.tolist() == versions
@@ -118,4 +119,4 @@ def test_the_last_completion_is_what_follows_the_last_prompt(mask):
     policy_versions=tokens,
   )
   written = list(range(len(mask.rstrip("1")), len(mask)))
-  assert episode_lib.last_completion(trajectory).tolist() == written
+  assert episode_lib.last_completion(trajectory).tokens.tolist() == written

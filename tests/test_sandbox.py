@@ -1,20 +1,14 @@
 """The sandbox: what programs may do, and how they are judged."""
 
-import importlib
 import os
-import pathlib
 import socket
-import sys
 import tempfile
 import time
 
+import hostile_programs
 import pytest
 
 from jaxrl_async.rewards import sandbox as sandbox_lib
-
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-hostile_programs = importlib.import_module("hostile_programs")
 
 GOOD = "def f(x):\n  return x + 1\n"
 WRONG = "def f(x):\n  return 0\n"

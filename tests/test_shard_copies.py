@@ -19,6 +19,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import shard_copies
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import aot
 from jaxrl_async.training import publishing
@@ -122,10 +123,21 @@ def test_a_version_reaches_the_engine_from_device_to_device(shapes, weights):
   engine = make_engine(MODEL, rollout_mesh, weights)
   shardings = engine.params_sharding.weights
   adopted = sent(published, shardings)
+  assert_same(adopted, published, shardings)
+  if rollout_mesh.size == 1 and weights is sections.WeightFormat.FLOAT:
+    # One device of a CPU has its bfloat16 matrices in another order.
+    expected = quantization.channels_first(adopted)
+    with nothing_in_numpy():
+      loaded = engine.load_params(published, 3).weights
+    assert jax.tree.structure(loaded) == jax.tree.structure(expected)
+    assert all(
+      np.asarray(x).tobytes() == np.asarray(y).tobytes()
+      for x, y in zip(*map(jax.tree.leaves, (loaded, expected)), strict=True)
+    )
+    return
   with nothing_in_numpy(runs_programs=False):
     loaded = engine.load_params(adopted, 3).weights
   assert jax.tree.all(jax.tree.map(lambda x, y: x is y, loaded, adopted))
-  assert_same(loaded, published, shardings)
   # Also without a channel, as in a replay.
   with nothing_in_numpy():
     loaded = engine.load_params(published, 3).weights

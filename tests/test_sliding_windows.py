@@ -315,7 +315,6 @@ def write(engine, model, *, shared=()):
   scheduler = scheduler_lib.Scheduler(
     engine,
     kv_on_adopt=sections.KvOnAdopt.RECOMPUTE,
-    shared_tokens=np.asarray(shared, np.int32),
     busy=metrics_lib.BusyClock(),
   )
   weights = transformer.unstack(tiny.params(0, model), model.num_layers)
@@ -394,21 +393,29 @@ def test_windows_are_the_same_on_a_mesh(cache):
 
 @pytest.mark.parametrize("model", [tiny.MODEL, SOME, ALL])
 @pytest.mark.parametrize("num_pages", [0, 24])
-def test_the_cache_is_as_large_as_is_estimated(model, num_pages):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cache_is_as_large_as_is_estimated(model, num_pages, dtype):
   pages = {"num_pages": num_pages, "page_tokens": 4 if num_pages else 0}
   section = sections.RolloutSection(
     num_slots=tiny.SIZES.num_slots,
     cache_tokens=tiny.SIZES.cache_tokens,
     prefill_buckets=tiny.SIZES.prefill_buckets,
+    dtype=dtype,
     **pages,
   )
-  engine = tiny.engine(model, end_tokens=(), **pages)
+  engine = tiny.engine(model, end_tokens=(), dtype=dtype, **pages)
   state = jax.eval_shape(engine.init_decode_state)
   estimate = memory_estimate.rollout(
-    model, mesh_lib.ONE, mesh_lib.ROLLOUT_RULES, section, published=0
+    model,
+    mesh_lib.ONE,
+    mesh_lib.ROLLOUT_RULES,
+    section,
+    published=0,
+    on_cpu=True,
   )
   by_layer = [
-    sum(4 * x.size for x in jax.tree.leaves(layer)) for layer in state.cache
+    sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer))
+    for layer in state.cache
   ]
   assert estimate["cache"] == sum(by_layer)
   if not num_pages and model is SOME:

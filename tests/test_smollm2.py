@@ -5,7 +5,6 @@ them in Hugging Face's format. transformers is what everything is compared with.
 """
 
 import functools
-import json
 import os
 import pathlib
 import re
@@ -13,12 +12,16 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import openai
 import pytest
 import waiting
 
 import jaxrl_async
+from jaxrl_async.policies import policy as policy_lib
+from jaxrl_async.policies import stored_policy
+from jaxrl_async.reporting import metrics as metrics_lib
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -149,11 +152,10 @@ def test_the_server_writes_the_same_text_and_logprobs(directory, written):
 
 def steps(workdir):
   """The train steps that a run has written down."""
-  path = workdir / "metrics.jsonl"
-  lines = path.read_text().splitlines() if path.exists() else []
-  return [
-    line["step"] for line in map(json.loads, lines) if "reward/mean" in line
-  ]
+  if not (workdir / "metrics.jsonl").exists():
+    return []
+  lines = metrics_lib.lines(workdir)
+  return [line["step"] for line in lines if "reward/mean" in line]
 
 
 def has_made(workdir, step, run):
@@ -190,6 +192,14 @@ def ended(run):
   return errors
 
 
+def policy_of(workdir):
+  """A run's policy, which computes as transformers does."""
+  stored = stored_policy.find(workdir)
+  config = stored.config
+  config.model.compute_dtype = config.rollout.dtype = "float32"
+  return policy_lib.load(stored, jax.devices(), num_slots=16)
+
+
 def check_export(workdir, directory):
   """transformers answers as the run's policy does, from what it exports."""
   output = workdir / "exported"
@@ -197,7 +207,7 @@ def check_export(workdir, directory):
   ended(launch("export.py", *where, "--dtype=float32"))
   theirs = Theirs(output)
   before = Theirs(directory)
-  policy = jaxrl_async.load(workdir, num_slots=16)
+  policy = policy_of(workdir)
   for chat, answer in zip(
     CHATS[:8],
     policy.generate(CHATS[:8], temperature=0.0, max_tokens=MAX_TOKENS),

@@ -39,7 +39,7 @@ def written(tokenizer, tokens, *, sizes, stop=(), reason="eos"):
     stop_strings=stop,
     deadline_s=0.0,
   )
-  choice = generation._Choice(0, tokenizer, request, True)
+  choice = generation._Choice(0, tokenizer, request, True, None)
   whole = generation.Piece(choice=0)
   ends = [*np.cumsum(sizes), len(tokens)]
   for begin, end in zip([0, *ends], ends, strict=False):
@@ -105,6 +105,7 @@ def test_a_character_of_several_tokens_has_the_bytes_of_each():
     num_choices=1,
     has_logprobs=True,
     has_token_ids=False,
+    has_id_texts=False,
     has_usage=False,
   )
   (choice,) = json.loads(json.dumps(shape.whole([found])))["choices"]

@@ -1,18 +1,13 @@
 """Worked solutions of the warm start."""
 
-import pathlib
-import sys
-
 import numpy as np
 import pytest
 
+from configs import quickstart
+from configs import staleness
 from jaxrl_async.data import worked_solutions
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import reasoning
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from configs import quickstart  # noqa: E402
-from configs import staleness  # noqa: E402
 
 
 def items(num_items, name="chain_sum", **params):

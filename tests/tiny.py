@@ -23,6 +23,7 @@ from jaxrl_async.models.attention import reference
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
@@ -60,7 +61,13 @@ def params(seed=0, model=MODEL):
 
 
 @functools.cache
-def engine(model=MODEL, end_tokens=END_TOKENS, calls_in_flight=2, **sizes):
+def engine(
+  model=MODEL,
+  end_tokens=END_TOKENS,
+  calls_in_flight=2,
+  dtype="float32",
+  **sizes,
+):
   """One engine for all tests that want these sizes: it has no state.
 
   It is driven as on a GPU or TPU, if not asked otherwise. Whole runs are driven
@@ -73,6 +80,7 @@ def engine(model=MODEL, end_tokens=END_TOKENS, calls_in_flight=2, **sizes):
     mesh=mesh,
     seed=7,
     end_tokens=end_tokens,
+    dtype=dtype,
   )
   assert made.calls_in_flight == 1
   made.calls_in_flight = calls_in_flight
@@ -107,6 +115,16 @@ def prompt(length, seed=0):
   rng = np.random.default_rng([length, seed])
   low = max(END_TOKENS) + 1
   return rng.integers(low, MODEL.vocab_size, length, np.int32)
+
+
+def turn(tokens):
+  """Tokens that the policy has written in a turn."""
+  return episode_lib.Written(
+    tokens,
+    np.zeros(len(tokens), np.float32),
+    np.zeros(len(tokens), np.int32),
+    types.FinishReason.EOS,
+  )
 
 
 def packed(sequences, width=WIDTH):

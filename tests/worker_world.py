@@ -9,6 +9,7 @@ from jaxrl_async.buffer import ledger as ledger_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
+from jaxrl_async.rollout import environment as environment_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout import rollout_side
@@ -17,6 +18,7 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 
 GROUP_SIZE = 3
 MAX_COMPLETION = 14
+CLOSE_S = 30.0
 ARRAYS = "tokens", "loss_mask", "behavior_logprobs", "policy_versions"
 
 
@@ -69,7 +71,10 @@ class World:
       ledger_lib.LedgerState(),
       on_untrained=lambda *what: self.untrained.append(what),
     )
-    episode = options.pop("episode", episode_lib.single_turn)
+    self.environment = environment_lib.Environment(
+      options.pop("episode", episode_lib.single_turn),
+      **options.pop("environment", {}),
+    )
     self.requests = options.pop("requests", None)
     settings = {
       "group_size": GROUP_SIZE,
@@ -90,7 +95,7 @@ class World:
       rewards=self.rewards,
       ledger=self.ledger,
       busy=busy,
-      episode=episode,
+      environment=self.environment,
     )
     self.link = link(self.coordinator)
     self.replica = replica_lib.Replica(
@@ -113,14 +118,14 @@ class World:
     """Versions of which the replica told, in order."""
     return [m.version for verb, m in self.link.said if verb == "adopted"]
 
-  def run_until(self, is_over):
+  def run_until(self, is_over, most_looks=300):
     """Runs in this thread until the buffer's state satisfies `is_over`."""
     num_looks = 0
 
     def look(num_steps=0):
       nonlocal num_looks
       num_looks += 1
-      assert num_looks < 300
+      assert num_looks < most_looks
       if is_over(self.buffer.state()):
         self.worker.stop()
 
@@ -160,6 +165,7 @@ def worlds(directory):
   for world in made:
     world.ledger.close()
     world.channel.close()
+    world.environment.close(CLOSE_S)
 
 
 def finished(count):

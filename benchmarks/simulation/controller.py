@@ -21,6 +21,7 @@ from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
+from jaxrl_async.rollout import environment as environment_lib
 from jaxrl_async.rollout import fleet as fleet_lib
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import rollout_side
@@ -317,7 +318,7 @@ class Start:
       rewards=surroundings.Rewards(loop, case.script, case.reward_s, self.wake),
       ledger=self.ledger,
       busy=metrics_lib.BusyClock(seconds=loop.seconds),
-      episode=case.script.episode,
+      environment=environment_lib.Environment(case.script.episode),
       new_deadline=lambda timeout_s: supervisor_lib.Deadline(
         timeout_s, loop.seconds
       ),

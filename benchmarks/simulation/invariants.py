@@ -200,13 +200,17 @@ class Invariants:
     """Check an answer of an evaluation of this version."""
     question = written.question
     expected = self._script.expected(question.number, question.sample)
-    tokens = expected.tokens[: expected.turn_ends[0]]
+    tokens = expected.tokens
+    has_failed = self._script.raises(question.number)
+    if has_failed:
+      tokens = tokens[: expected.turn_ends[0]]
     found = written.trajectory
     places = np.flatnonzero(found.loss_mask)
     versions = found.policy_versions[places]
     logprobs = script_lib.logprobs(places, versions)
     if not (
       (versions >= version).all()
+      and has_failed == (written.failure is not None)
       and np.array_equal(found.tokens, tokens)
       and np.array_equal(found.behavior_logprobs[places], logprobs)
     ):

@@ -66,9 +66,7 @@ class ModelledEngine(engine_lib.Engine):
     """Return the lengths of the rows."""
     return np.array(true_length)
 
-  def open_prefix(
-    self, tokens: Any, lengths: Any, shared: Any, adapters: Any = None
-  ) -> Any:
+  def open_prefix(self, tokens: Any, lengths: Any, adapters: Any = None) -> Any:
     """Return the lengths of the rows."""
     return np.array(lengths)
 
@@ -123,8 +121,10 @@ class ModelledEngine(engine_lib.Engine):
     window: int | None = None,
     is_filtered: bool = False,
     tables: Any = None,
+    guided: Any = None,
   ) -> Any:
     """Write a few tokens in every slot that is not idle."""
+    assert guided is None
     shape = self.sizes.num_slots, self.sizes.decode_steps_per_call
     tokens = np.zeros(shape, np.int32)
     is_valid = np.zeros(shape, bool)

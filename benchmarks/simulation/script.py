@@ -87,10 +87,14 @@ class Script:
     """Yield the turns of a group; see `rollout.episode`."""
     group = prompt.item["number"]
     yield PROMPT
-    if self.drawn("raise", group).random() < self.raise_frac:
+    if self.raises(group):
       raise Failure("a fault of the simulation")
     if self._num_turns(group) == 2:
       yield ANSWER
+
+  def raises(self, group: int) -> bool:
+    """Return whether the episodes of a group fail after their first turn."""
+    return self.drawn("raise", group).random() < self.raise_frac
 
   def _num_turns(self, group: int) -> int:
     return 1 + (self.drawn("turns", group).random() < self.turns_frac)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 
-from jaxtyping import Float
 import numpy as np
 
 from jaxrl_async import types
@@ -148,7 +147,9 @@ def _is_whitened(section: sections.AlgorithmSection) -> bool:
 def advantages(section: sections.AlgorithmSection) -> packing.MakeAdvantages:
   """Return the function that makes advantages of groups, on the host.
 
-  Those of gae are 0, because a stage replaces them. So are those of none.
+  Members are compared with each other, not their branches: each branch has the
+  advantage of its member. Those of gae are 0, because a stage replaces them. So
+  are those of none.
 
   Raises:
     ConfigError: `algorithm.advantage` names a function that cannot be imported.
@@ -161,6 +162,10 @@ def advantages(section: sections.AlgorithmSection) -> packing.MakeAdvantages:
     own = _imported("algorithm.advantage", section.advantage)
 
   def of_groups(groups: Sequence[types.RolloutGroup]) -> packing.Advantages:
+    made = of_members([group.of_members() for group in groups])
+    return _of_branches(made, groups)
+
+  def of_members(groups: Sequence[types.RolloutGroup]) -> packing.Advantages:
     trajectories = [t for group in groups for t in group.trajectories]
     scores = np.array([t.score for t in trajectories], np.float64)
     rewards = _shaping(section)(scores)
@@ -192,6 +197,20 @@ def advantages(section: sections.AlgorithmSection) -> packing.MakeAdvantages:
   return of_groups
 
 
+def _of_branches(
+  made: packing.Advantages, groups: Sequence[types.RolloutGroup]
+) -> packing.Advantages:
+  """Return the advantages of all trajectories, from those of the members."""
+  members = [branches for group in groups for branches in group.branches()]
+  if isinstance(made, np.ndarray):
+    return np.repeat(made, [len(branches) for branches in members])
+  found = []
+  for values, branches in zip(made, members, strict=True):
+    ends = np.cumsum([len(t.tokens) for t in branches])
+    found += np.split(values, ends[:-1])
+  return found
+
+
 def reads_token_scores(section: sections.AlgorithmSection) -> bool:
   """Return whether the scores that rewards give to tokens are learned from.
 
@@ -206,12 +225,13 @@ def reads_token_scores(section: sections.AlgorithmSection) -> bool:
 
 def _token_scores(
   trajectories: Sequence[types.Trajectory], scale: float
-) -> list[Float[np.ndarray, "_"]]:
-  """Return the scores of each trajectory's tokens, 0 where there is none."""
-  scores = packing.reward_fields(trajectories).get(packing.TOKEN_SCORES)
-  if scores is None:
-    return [np.zeros(len(t.tokens)) for t in trajectories]
-  return [scale * x for x in scores]
+) -> list[dict[int, float]]:
+  """Return the scores of each trajectory's tokens, by position."""
+  rewards = [t.reward for t in trajectories]
+  return [
+    {at: scale * x for at, x in (r and r.token_scores or {}).items()}
+    for r in rewards
+  ]
 
 
 def _checked(
@@ -282,19 +302,7 @@ def check(section: sections.AlgorithmSection) -> None:
 
 def _imported(path: str, name: str) -> Callable[..., Any]:
   """Return the function that a field names as module:function."""
-  module_name, _, function_name = name.partition(":")
   try:
-    module = user_code.module(module_name)
+    return user_code.function(name, "it is not module:function")
   except user_code.UserCodeError as error:
-    raise sections.ConfigError(
-      f"{path}: {sections.shown(name)} cannot be imported ({error}); use"
-      " module:function of a module in this directory or on the path"
-    ) from error
-  function = getattr(module, function_name, None)
-  sections.require(
-    callable(function),
-    path,
-    f"{module_name} has no function {sections.shown(function_name)}",
-  )
-  assert function is not None
-  return function
+    raise sections.ConfigError(f"{path}: {error}") from error

@@ -29,8 +29,12 @@ from jaxrl_async.rewards import reward_terms
 from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
+from jaxrl_async.rollout import environment as environment_lib
+from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.rollout import named_episodes
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
+from jaxrl_async.tools import episode as tool_episode
 from jaxrl_async.training import example_rows
 from jaxrl_async.training import objectives
 from jaxrl_async.training import packing
@@ -152,6 +156,53 @@ def coordinator_settings(
   )
 
 
+def make_environment(
+  setup: setup_lib.Setup,
+  episode: episode_lib.Episode | None,
+  *,
+  is_replay: bool = False,
+) -> environment_lib.Environment:
+  """Return the episodes of a run.
+
+  Args:
+    setup: of the run.
+    episode: is used instead of what the config names.
+    is_replay: no calls are made, because all of them are recorded.
+
+  Raises:
+    ConfigError: there is no such episode.
+  """
+  task = setup.config.task
+  return environment_lib.Environment(
+    episode or episode_of(task),
+    tokenizer=setup.tokenizer,
+    template=setup.chat_template,
+    vocab_size=setup.model.vocab_size,
+    temperature=setup.config.rollout.temperature,
+    max_turns=task.max_turns,
+    timeout_s=task.episode_timeout_s,
+    num_workers=task.episode_workers,
+    is_replay=is_replay,
+  )
+
+
+def episode_of(task: sections.TaskSection) -> episode_lib.Episode:
+  """Return the episode that a config names, and import its module.
+
+  Raises:
+    ConfigError: there is none, it takes other params, or its tools need a
+      sandbox and none works here.
+  """
+  params = fields_lib.plain(task)["episode_params"]
+  try:
+    episode = named_episodes.find(task.episode, params)
+  except ValueError as error:
+    raise sections.ConfigError(f"task.episode: {error}") from error
+  if task.episode == "tools":
+    tool_episode.check_sandbox(params)
+  return episode
+
+
 def answer_settings(
   config: sections.Config, samples: int
 ) -> questions_lib.AnswerSettings:
@@ -216,6 +267,7 @@ def prompt_source(setup: setup_lib.Setup) -> prompts.PromptSource:
     chat_template=setup.chat_template,
     evaluated=setup.evaluated,
     max_positions=setup.model.max_positions,
+    tools=setup_lib.tools_of(config.task, setup.tokenizer, setup.chat_template),
   )
 
 
@@ -228,7 +280,6 @@ def make_scheduler(
   return scheduler_lib.Scheduler(
     engine,
     kv_on_adopt=setup.config.rollout.kv_on_adopt,
-    shared_tokens=prompt_source(setup).shared_tokens,
     busy=busy,
   )
 

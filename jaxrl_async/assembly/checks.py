@@ -22,6 +22,7 @@ from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.rewards import reward_terms
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rewards import term as term_lib
+from jaxrl_async.sessions import agents
 
 # How long held-out questions are made to see whether there are enough.
 _PATIENCE_S = 3.0
@@ -43,7 +44,7 @@ def checked(
 ) -> setup_lib.Setup:
   """Check a config completely, and return its setup.
 
-  The checks of `config_checks` come first. Then the names, the rewards, the
+  The checks of `config_checks` come first. Then the episode, the rewards, the
   headers of pretrained weights, the sizes on the devices, the data and the
   template are checked. A reward server is asked to score nothing, and a sandbox
   is tried. Quantised weights are tried out on a rollout device, if that device
@@ -65,6 +66,9 @@ def checked(
   config = fields_lib.settled(config, note)
   terms = []
   if not is_supervised:
+    assembly.episode_of(config.task)
+    if config.task.episode == "agent":
+      agents.check(fields_lib.plain(config.task)["episode_params"]["agent"])
     device_checks.check_replicas(config, devices[0].platform)
   if scorer is None and not is_supervised:
     terms = reward_terms.of_task(config.task)

@@ -245,6 +245,15 @@ def rollout_memory(setup: setup_lib.Setup) -> dict[str, int]:
     config.rollout,
     published=version,
     base=base,
+    on_cpu=_is_cpu(setup),
+  )
+
+
+def _is_cpu(setup: setup_lib.Setup) -> bool:
+  """Return whether the rollout devices are CPUs that stand for no others."""
+  is_described = setup.device_bytes is not None
+  return (
+    not is_described and setup.rollout_mesh.devices.flat[0].platform == "cpu"
   )
 
 

@@ -19,7 +19,8 @@ class Given:
     scorer: a function of an importable module that scores a completion; None
       is that of `task.reward` or `task.rewards`.
     loss: the loss to minimise; None is the loss of the config's algorithm.
-    episode: decides how the turns of a trajectory follow from its prompt.
+    episode: decides how the turns of a trajectory follow from its prompt; None
+      is that of `task.episode`.
     initial_params: float32 parameters of the policy with stacked layers, used
       instead of a warm start.
     serving: settings of a server that gives clients access to the policy during
@@ -30,7 +31,7 @@ class Given:
   source: source_lib.Source | None = None
   scorer: service_lib.Scorer | None = None
   loss: objectives.Loss | None = None
-  episode: episode_lib.Episode = episode_lib.single_turn
+  episode: episode_lib.Episode | None = None
   initial_params: transformer.Params | None = None
   serving: front_lib.ServeSettings | None = None
   xla_flags: str = ""

@@ -24,9 +24,15 @@ from jaxrl_async.storage import checkpoint
 from jaxrl_async.training import train_state
 
 
-def save(directory: pathlib.Path, params: transformer.Params) -> None:
-  """Write parameters to a directory for use as `warm_start.checkpoint`."""
-  checkpoint.save(directory, 0, params, {}, [])
+def save(
+  directory: pathlib.Path, params: transformer.Params, *, updates: int = 0
+) -> None:
+  """Write parameters to a directory for use as `warm_start.checkpoint`.
+
+  Args:
+    updates: by which they were trained.
+  """
+  checkpoint.save(directory, 0, params, {"updates": updates}, [])
 
 
 def before_training(setup: setup_lib.Setup) -> transformer.Params:

@@ -174,13 +174,15 @@ def _prompt_source(
   tokenizer: tokenizer_lib.Tokenizer,
   max_prompt_tokens: int,
 ) -> prompts.PromptSource:
+  template = setup_lib.chat_template_of(config)
   return prompts.PromptSource(
     items=setup_lib.source_of(config, tokenizer),
     task=config.task,
     tokenizer=tokenizer,
     seed=config.seed,
     max_prompt_tokens=max_prompt_tokens,
-    chat_template=setup_lib.chat_template_of(config),
+    chat_template=template,
+    tools=setup_lib.tools_of(config.task, tokenizer, template),
   )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxrl_async.assembly import config_checks
+from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import mesh_shape
 from jaxrl_async.config import sections
 from jaxrl_async.config.mesh_shape import MeshShape
@@ -33,6 +34,7 @@ from jaxrl_async.models import transformer
 from jaxrl_async.text import chat_template as chat_template_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.text import tokenizer_files
+from jaxrl_async.tools import episode as tool_episode
 from jaxrl_async.training import critic as critic_lib
 from jaxrl_async.training import packing
 from jaxrl_async.training import train_state
@@ -268,6 +270,22 @@ def source_of(
     rendering.check_chat, tokenizer=tokenizer, chat_template=template
   )
   return of_task(config.task, config.seed, check)
+
+
+def tools_of(
+  task: sections.TaskSection,
+  tokenizer: tokenizer_lib.Tokenizer,
+  template: chat_template_lib.ChatTemplate | None,
+) -> list[dict[str, Any]]:
+  """Return the descriptions of the tools that the prompts of a task show.
+
+  Raises:
+    ConfigError: the tools cannot be used.
+  """
+  if task.episode != "tools":
+    return []
+  params = fields_lib.plain(task)["episode_params"]
+  return tool_episode.prepared(params, tokenizer, template)
 
 
 def chat_template_of(
@@ -519,10 +537,14 @@ def _of_dataset(
       name=uri.place, params=task.params.to_dict(), seed=seed
     )
   style = rendering.style_of(task, "")
+  fields = task.fields.to_dict()
+  if uri.kind == uri_lib.VERIFIERS:  # its rewards know what is right
+    fields = {"answer": "", **fields}
   return rows_lib.Rows(
     dataset=task.dataset,
     eval_dataset=task.eval_dataset,
-    fields=task.fields.to_dict(),
+    fields=fields,
+    environment=task.params.to_dict(),
     in_template=()
     if task.fields.get("messages")
     else rendering.named_fields(task.template),

@@ -99,11 +99,30 @@ import heapq
 import operator
 import threading
 import time
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+from jaxtyping import Int
+import numpy as np
 
 from jaxrl_async import types
 
 R = TypeVar("R")
+
+
+@runtime_checkable
+class Group(Protocol):
+  """What the buffer asks of that which it holds, such as a `RolloutGroup`."""
+
+  @property
+  def admission(self) -> types.Admission: ...
+
+  @property
+  def index(self) -> int: ...
+
+  def written_versions(self) -> Int[np.ndarray, "C"]: ...
+
+
+G = TypeVar("G", bound=Group)
 
 _OLDEST_FIRST = operator.attrgetter("deadline", "index")
 
@@ -123,7 +142,7 @@ class BufferClosed(RuntimeError):
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class BufferState:
+class BufferState(Generic[G]):
   """The state of a buffer that a checkpoint stores.
 
   Attributes:
@@ -136,14 +155,14 @@ class BufferState:
   next_step: int
   next_index: int
   running: list[types.Admission]
-  finished: list[types.RolloutGroup]
+  finished: list[G]
 
   def admissions(self) -> list[types.Admission]:
     """Return the admissions of all groups, running and finished."""
     return [*self.running, *(group.admission for group in self.finished)]
 
 
-class Buffer:
+class Buffer(Generic[G]):
   """The outstanding groups, running and finished.
 
   Invariant: the groups are schedulable at the next step. The module's docstring
@@ -185,9 +204,9 @@ class Buffer:
     self._policy_version = -1
     self._running: dict[int, types.Admission] = {}
     # For each deadline, a heap of its finished groups, ordered by index.
-    self._finished: dict[int, list[tuple[int, types.RolloutGroup]]] = {}
+    self._finished: dict[int, list[tuple[int, G]]] = {}
     self._num_due: collections.Counter[int] = collections.Counter()
-    self._taken: dict[int, list[types.RolloutGroup]] = {}  # by train step
+    self._taken: dict[int, list[G]] = {}  # by train step
     self._is_closed = False
     self._error: BaseException | None = None
     self._waits: dict[int, tuple[str, str, float]] = {}
@@ -283,7 +302,7 @@ class Buffer:
       )
       return found is not None
 
-  def put(self, group: types.RolloutGroup) -> None:
+  def put(self, group: G) -> None:
     """Hand in a running group that is finished and scored.
 
     This is also allowed after `close`.
@@ -310,9 +329,7 @@ class Buffer:
       self._num_due -= collections.Counter([admission.deadline])
       self._condition.notify_all()
 
-  def get_batch(
-    self, step: int, timeout_s: float
-  ) -> list[types.RolloutGroup] | None:
+  def get_batch(self, step: int, timeout_s: float) -> list[G] | None:
     """Take P finished groups, oldest deadline first, ties by index.
 
     The call waits while fewer than P groups are finished, or while a running
@@ -361,7 +378,7 @@ class Buffer:
         self._error = error
       self._condition.notify_all()
 
-  def state(self) -> BufferState:
+  def state(self) -> BufferState[G]:
     """Return a consistent state for a checkpoint.
 
     Groups that were taken but not trained yet are among the finished ones.
@@ -378,7 +395,7 @@ class Buffer:
         finished=sorted(finished, key=operator.attrgetter("index")),
       )
 
-  def restore(self, state: BufferState) -> None:
+  def restore(self, state: BufferState[G]) -> None:
     """Continue from the state of a checkpoint.
 
     The groups keep the deadlines that they were admitted with.
@@ -482,11 +499,11 @@ class Buffer:
   def _count_finished(self) -> int:
     return sum(map(len, self._finished.values()))
 
-  def _keep_finished(self, group: types.RolloutGroup) -> None:
+  def _keep_finished(self, group: G) -> None:
     heap = self._finished.setdefault(group.admission.deadline, [])
     heapq.heappush(heap, (group.index, group))
 
-  def _pop_finished(self, deadline: int) -> types.RolloutGroup:
+  def _pop_finished(self, deadline: int) -> G:
     heap = self._finished[deadline]
     _, group = heapq.heappop(heap)
     if not heap:

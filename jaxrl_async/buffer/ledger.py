@@ -144,7 +144,7 @@ class Ledger:
 
     The group goes on without them, and its own line will list them.
     """
-    of_member = {t.member: t for t in whole.trajectories}
+    of_member = {t.member: t for t in whole.of_members().trajectories}
     for one in dropped:
       alone = dataclasses.replace(whole, trajectories=[of_member[one.member]])
       self._on_untrained(alone, types.Fate.FAILED, one.reason)
@@ -229,12 +229,14 @@ def _writers(
 def _describe(group: types.RolloutGroup) -> dict[str, Any]:
   """Return the fields that the lines of all groups have.
 
-  `writers` says of each trajectory which replica generated how many tokens with
+  There is one entry for each member, whose branches are taken together
+  (`types.whole`). `writers` says which replica generated how many tokens with
   which version of the weights, in order: [replica, version, tokens]. Rewards
   are listed in the order of the trajectories, with another list for each named
   part. `dropped` are the members that could not be scored. A reward that is
   missing or not finite becomes null, because JSON has no NaN.
   """
+  group = group.of_members()
   members = group.trajectories
   versions = group.written_versions()
   edges = np.flatnonzero(versions[1:] != versions[:-1]) + 1

@@ -276,7 +276,6 @@ class ReplicaProcess:
       self._scheduler(
         engine,
         kv_on_adopt=spec.kv_on_adopt,
-        shared_tokens=spec.shared_tokens,
         busy=busy,
       ),
       channel=channel,

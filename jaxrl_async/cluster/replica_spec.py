@@ -10,7 +10,6 @@ import pathlib
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrl_async.cluster import hosts
 from jaxrl_async.config import sections
@@ -110,7 +109,6 @@ class ReplicaSpec:
   Attributes:
     engine: its engine. A replica that is attached again with an equal one keeps
       it, with all compiled programs.
-    shared_tokens: tokens that prompts commonly begin with.
     weights: the channel that brings each version.
     base: the channel that brings the base of a model with LoRA, once.
     probe: a file in the directory of the weights, and what it contains.
@@ -122,7 +120,6 @@ class ReplicaSpec:
 
   engine: EngineSpec
   kv_on_adopt: sections.KvOnAdopt
-  shared_tokens: np.ndarray
   tokenizer: tokenizer_lib.Tokenizer
   weights: WeightsSpec
   base: WeightsSpec | None

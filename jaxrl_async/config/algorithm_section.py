@@ -291,10 +291,10 @@ class AlgorithmSection:
   of behavior and current policy is above; 0 keeps all."""
   advantage: str = setting("group")
   """Baseline of the rewards, one of `ADVANTAGES`, or module:function. segment
-  compares each turn of an episode with the same turn of the others of its
-  group. gae has the values of a critic, see
-  `critic`. none learns
-  nothing from rewards, and needs a teacher."""
+  compares each turn of an episode, and each part that ends at a token with a
+  score, with the same one of the others of its group. gae has the values of a
+  critic, see `critic`. none learns nothing from rewards, and needs a
+  teacher."""
   advantage_scale: AdvantageScale = setting(AdvantageScale.STD)
   """What advantages are divided by."""
   gamma: float = setting(1.0, low=0, high=1, unread=(_GAE,))

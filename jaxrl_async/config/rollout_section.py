@@ -90,6 +90,10 @@ class RolloutSection:
   need at once; 0 gives each slot memory of its own."""
   page_tokens: int = setting(16, low=1, free="caches are rebuilt")
   """Tokens per page."""
+  kept_tokens: int = setting(0, low=0, free="caches are rebuilt")
+  """Pages of up to this many tokens are kept after their sequence has ended,
+  for the next turn of its conversation and for prompts that begin alike; they
+  are taken back when pages are needed. 0 keeps none."""
   preemption: Preemption = setting(Preemption.FAST)
   """How a sequence is resumed after its pages were taken away."""
   kv_on_adopt: KvOnAdopt = setting(KvOnAdopt.RECOMPUTE)

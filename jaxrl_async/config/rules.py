@@ -38,7 +38,16 @@ def check(config: sections.Config) -> None:
   """
   made = fields_lib.settled(config)
   for of in (
-    *(_lengths, _pages, _prompts, _rewards, _adapters, _beside, _cluster),
+    *(
+      _lengths,
+      _pages,
+      _prompts,
+      _episode,
+      _rewards,
+      _adapters,
+      _beside,
+      _cluster,
+    ),
     *(_updates, _loss, _advantage, _reference, _equal_rewards, _bound, _rates),
     _schedules,
   ):
@@ -122,6 +131,38 @@ def _pages(config: sections.Config) -> Iterator[Rule]:
     f"{rollout.num_pages} pages of {page} do not hold one sequence of"
     f" cache_tokens {cache}; use {-(-cache // page)} or more",
   )
+  yield from _kept_pages(config)
+
+
+def _kept_pages(config: sections.Config) -> Iterator[Rule]:
+  rollout = config.rollout
+  if not rollout.kept_tokens:
+    return
+  path, kept = "rollout.kept_tokens", rollout.kept_tokens
+  yield (
+    rollout.num_pages > 0,
+    path,
+    f"{kept} are kept in pages, and there are none; set rollout.num_pages, or"
+    " use 0",
+  )
+  yield (
+    rollout.prefill_chunk > 0,
+    path,
+    "what follows kept tokens is computed in chunks; set rollout.prefill_chunk"
+    " below the longest of rollout.prefill_buckets, or use 0",
+  )
+  yield (
+    rollout.preemption is sections.Preemption.FAST,
+    path,
+    "pages that other programs have filled do not give the same bits again, as"
+    " rollout.preemption=exact wants; use fast, or 0",
+  )
+  yield (
+    not config.run.exact_resume,
+    path,
+    "pages that other programs have filled do not give the same bits again, as"
+    " run.exact_resume wants; use 0",
+  )
 
 
 def _prompts(config: sections.Config) -> Iterator[Rule]:
@@ -157,6 +198,16 @@ def _template(path: str, template: str) -> Iterator[Rule]:
     path,
     f"{sections.shown(template)} has no field, or one without a name; write"
     " {question}",
+  )
+
+
+def _episode(config: sections.Config) -> Iterator[Rule]:
+  task = config.task
+  yield (
+    bool(task.episode) or not task.episode_params,
+    "task.episode_params",
+    "an episode of a single turn takes none; name one in task.episode, or leave"
+    " them out",
   )
 
 

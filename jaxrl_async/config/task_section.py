@@ -15,6 +15,10 @@ _SCORE: dict[str, Any] = {
   "fixed": "stored groups were scored with it",
   "of_answers": True,
 }
+_EPISODE: dict[str, Any] = {
+  "fixed": "stored trajectories were begun with it",
+  "of_answers": True,
+}
 
 
 class OnBadRow(enum.Enum):
@@ -38,9 +42,10 @@ class DatasetSection:
   dataset: str = setting("chain_sum", **_QUESTION)
   """URI of the data, or the name of a dataset of reasoning-gym. See
   `data.tables.uri` for the kinds: jsonl, json, parquet, arrayrecord, datasets,
-  hf, reasoning_gym."""
+  hf, verifiers, reasoning_gym."""
   params: config_dict.ConfigDict = setting(config_dict.ConfigDict, **_QUESTION)
-  """Parameters of a dataset of reasoning-gym."""
+  """Parameters of a dataset of reasoning-gym, or settings of an environment of
+  verifiers."""
   eval_dataset: str = setting("", **_QUESTION)
   """URI of the held-out rows. "" takes the dataset's own split `test` or
   `validation` if it has one (datasets, hf), and otherwise holds out
@@ -111,11 +116,35 @@ class TaskSection(DatasetSection):
   """The extracted answer is the text between the last occurrence of this prefix
   in the completion and the end of its line; "" takes the whole completion,
   stripped."""
+  episode: str = setting("", **_EPISODE)
+  """What decides how the turns of a trajectory follow from its prompt: tools,
+  openenv, or module:function; "" is a single turn. The directory in which a
+  launch script is started is searched too."""
+  episode_params: config_dict.ConfigDict = setting(
+    config_dict.ConfigDict, **_EPISODE
+  )
+  """Keyword arguments of the episode."""
+  max_turns: int = setting(0, low=0, high=setting_lib.MAX_INT, **_EPISODE)
+  """A trajectory ends after this many turns of the policy; 0 is any number. The
+  limits in tokens are in the section rollout."""
+  episode_timeout_s: float = setting(
+    600.0,
+    low=0.1,
+    high=setting_lib.MAX_TIMEOUT_S,
+    also=(0,),
+    free=setting_lib.SUPERVISION,
+  )
+  """Seconds that the answers of an async episode may take in all, without the
+  turns of the policy. Its group fails after that; 0 waits for ever."""
+  episode_workers: int = setting(
+    2, low=1, high=1024, free=setting_lib.SUPERVISION
+  )
+  """Number of processes for the calls of episodes that block."""
   reward: str = setting("reasoning_gym", **_SCORE)
   """What scores a completion: reasoning_gym, mathematics, code, exact, numeric,
-  answered, ended, module:function of a module that does not import JAX, or the
-  address of a server, http://HOST:PORT/PATH. The directory in which a launch
-  script is started is searched too."""
+  answered, ended, episode, module:function of a module that does not
+  import JAX, or the address of a server, http://HOST:PORT/PATH. The directory
+  in which a launch script is started is searched too."""
   rewards: config_dict.ConfigDict = setting(
     config_dict.ConfigDict,
     entries=RewardSection,

@@ -1,12 +1,13 @@
 """Code of the user, which a config names and which may do anything."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import importlib
 import sys
 import threading
 import traceback
 import types
+from typing import Any
 
 from jaxrl_async.config import sections
 
@@ -58,6 +59,33 @@ def module(name: str) -> types.ModuleType:
   """
   with told(), announced(f"the module {name}"):
     return importlib.import_module(name)
+
+
+def function(name: str, unknown: str) -> Callable[..., Any]:
+  """Import the function of a name of the form module:function.
+
+  Args:
+    name: as the config gives it. The module has to be in the directories of
+      `sys.path`.
+    unknown: the message if the name has another form.
+
+  Raises:
+    UserCodeError: there is no such function.
+  """
+  module_name, _, function_name = name.partition(":")
+  if not (module_name and function_name):
+    raise UserCodeError(unknown)
+  try:
+    found = getattr(module(module_name), function_name, None)
+  except UserCodeError as error:
+    raise UserCodeError(
+      f"{sections.shown(name)} cannot be imported: {error}"
+    ) from error
+  if not callable(found):
+    raise UserCodeError(
+      f"{module_name} has no function {sections.shown(function_name)}"
+    )
+  return found
 
 
 def place(error: BaseException, *module_names: str) -> str:

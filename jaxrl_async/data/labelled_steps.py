@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 import numpy as np
 
 from jaxrl_async import types
@@ -24,7 +24,8 @@ class LabelledSteps:
 
   Attributes:
     example: the mask is True at the last token of each step.
-    labels: of each token; 1 at the end of a right step, and 0 elsewhere.
+    labels: of each token; at the end of a step how right it is, from 0 to 1,
+      and 0 elsewhere.
   """
 
   example: worked_examples_lib.WorkedExample
@@ -47,6 +48,51 @@ def tokenized(
     tokens = tokenizer.encode(step.removesuffix(_END) + _END)
     parts += [(tokens[:-1], False), (tokens[-1:], True)]
   return worked_examples_lib.joined(parts)
+
+
+def ends(
+  tokens: Int32[np.ndarray, "T"], tokenizer: tokenizer_lib.Tokenizer
+) -> list[int]:
+  r"""Return the last position of each step of a completion.
+
+  A step is a line with something else than white space in it. It ends with the
+  token that has its line break, and the last one with the completion. Empty
+  lines belong to the step after them, so that they are no steps.
+  """
+  found, has_text = [], False
+  for position, piece in enumerate(map(tokenizer.decode, tokens[:, None])):
+    has_text |= bool(piece.strip())
+    if has_text and _END in piece:
+      found.append(position)
+      has_text = False
+  return [*found, len(tokens) - 1] if has_text else found
+
+
+def completed(
+  prompt: types.Prompt,
+  completion: Int32[np.ndarray, "T"],
+  tokenizer: tokenizer_lib.Tokenizer,
+) -> tuple[worked_examples_lib.WorkedExample, list[int]]:
+  r"""Return what a policy wrote as a solution that is scored at its steps.
+
+  A last step without a line break is judged as `tokenized` would write it, with
+  one in the place of the end of sequence.
+
+  Returns:
+    The example, with a loss mask that is True at the last token of each step,
+    and the positions in the completion that these tokens stand for.
+  """
+  steps = ends(completion, tokenizer)
+  tokens, marks = completion, steps
+  if steps and _END not in tokenizer.decode(completion[steps[-1] :]):
+    begin = steps[-2] + 1 if len(steps) > 1 else 0
+    last = tokenizer.encode(tokenizer.decode(completion[begin:]) + _END)
+    tokens = np.append(completion[:begin], last)
+    marks = [*steps[:-1], len(tokens) - 1]
+  tokens = np.append(prompt.tokens, tokens)
+  mask = np.zeros(len(tokens), bool)
+  mask[len(prompt.tokens) + np.array(marks, np.int64)] = True
+  return worked_examples_lib.WorkedExample(tokens=tokens, loss_mask=mask), steps
 
 
 def column(item: dict[str, Any], name: str, setting: str, what: str) -> Any:
@@ -102,10 +148,11 @@ class Solutions(example_stream.ExampleStream[LabelledSteps]):
     )
     labels = column(prompt.item, name, path, "labels")
     sections.require(
-      isinstance(labels, list) and all(x in (0, 1) for x in labels),
+      isinstance(labels, list)
+      and all(isinstance(x, int | float) and 0 <= x <= 1 for x in labels),
       path,
       f"{prompt.prompt_id} has {sections.shown(labels)}, not a list of true and"
-      " false",
+      " false or of numbers from 0 to 1",
     )
     sections.require(
       len(labels) == len(steps),

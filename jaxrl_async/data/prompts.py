@@ -4,17 +4,15 @@ A stream returns the prompts of one split in order, from a position that can be
 saved. This module works with every source; see `source` for the interface.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
 import time
 from typing import Any
 
-from jaxtyping import Int32
-import numpy as np
-
 from jaxrl_async import types
 from jaxrl_async.config import sections
+from jaxrl_async.data import columns as columns_lib
 from jaxrl_async.data import rendering
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.text import chat_template as chat_template_lib
@@ -42,6 +40,8 @@ class PromptSource:
     chat_template: of the tokenizer, if the prompts are chats.
     evaluated: questions that every split but the held-out one passes over.
     max_positions: longest sequence that the model was made for, if it is known.
+    tools: descriptions of the tools that every chat may call, if its item names
+      none.
   """
 
   items: source_lib.Source
@@ -52,6 +52,7 @@ class PromptSource:
   chat_template: chat_template_lib.ChatTemplate | None = None
   evaluated: frozenset[str] = frozenset()
   max_positions: int | None = None
+  tools: Sequence[Mapping[str, Any]] = ()
 
   def named(self, split: str, item: dict[str, Any]) -> tuple[str, str]:
     """Return the source of an item and the id of its prompt."""
@@ -65,6 +66,8 @@ class PromptSource:
       raise sections.ConfigError(
         f"task.dataset: an item of {name} has no {sorted(missing)[0]!r}"
       )
+    if self.tools:
+      item = {columns_lib.TOOLS: list(self.tools), **item}
     source, prompt_id = self.named(split, item)
     try:
       tokens = rendering.tokens(
@@ -91,17 +94,6 @@ class PromptSource:
     if "messages" not in item and not style.chat:
       return None
     return rendering.messages_of(style, item, source)
-
-  @property
-  def shared_tokens(self) -> Int32[np.ndarray, "T"]:
-    """Tokens that all prompts begin with: the template before its first field.
-
-    There are none if the prompts are chats or come from several sources.
-    """
-    if self.chat_template is not None or self.task.sources:
-      return np.zeros((0,), np.int32)
-    beginning = self.task.template.split("{", 1)[0]
-    return self.tokenizer.encode_prompt(beginning)
 
 
 class PromptStream:

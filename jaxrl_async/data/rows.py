@@ -59,6 +59,7 @@ class Rows:
     dataset: URI of the training rows.
     eval_dataset: URI of the held-out rows, or "".
     fields: which columns become which entries; see `columns.Columns`.
+    environment: settings of the environment that the rows are tasks of.
     in_template: names that the template uses, which all rows must have.
     eval_percent: how much is held out by the hash.
     skips_bad_rows: leave rows out that cannot be used, and do not refuse them.
@@ -71,6 +72,7 @@ class Rows:
   dataset: str
   eval_dataset: str = ""
   fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   in_template: tuple[str, ...] = ()
   eval_percent: int = 10
   skips_bad_rows: bool = False
@@ -235,7 +237,7 @@ class Rows:
     """Look at every row of a table."""
     field = f"{self.setting}.{field}"
     try:
-      table = opening.open_table(uri)
+      table = opening.open_table(uri, self.environment)
     except table_lib.TableError as error:
       raise sections.ConfigError(f"{field}: {error}") from error
     sections.require(len(table) > 0, field, f"{uri} has no rows")

@@ -8,7 +8,6 @@ tail.
 
 from collections.abc import Callable, Mapping
 import functools
-import types
 from typing import Any
 
 import numpy as np
@@ -164,13 +163,6 @@ def find(name: str, corrupted_frac: float, setting: str = _SETTING) -> Solver:
   if place == FIELD:
     return functools.partial(of_field, rest)
   try:
-    solver = getattr(user_code.module(place), rest, None)
+    return user_code.function(name, "it is not module:function")
   except user_code.UserCodeError as error:
-    raise sections.ConfigError(
-      f"{setting}: {sections.shown(name)} cannot be imported: {error}"
-    ) from error
-  if not isinstance(solver, types.FunctionType):
-    raise sections.ConfigError(
-      f"{setting}: {place} has no function {sections.shown(rest)}"
-    )
-  return solver
+    raise sections.ConfigError(f"{setting}: {error}") from error

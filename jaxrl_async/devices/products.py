@@ -15,6 +15,7 @@ from jax import lax
 from jax import numpy as jnp
 
 _BLOCK = 16
+_FEW_ROWS = 64
 
 
 def contract(
@@ -36,7 +37,13 @@ def contract(
     size = math.prod(x.shape[kept:])
     axis = 0 if axes[0] == 0 else 1
     flat = matrix.reshape((size, -1) if axis == 0 else (-1, size))
-    product = _bfloat16_product(x.reshape(-1, size), flat, axis)
+    rows = x.reshape(-1, size)
+    if axis == 1 and len(rows) <= _FEW_ROWS:
+      # XLA reorders the right operand in each call. Few rows take less time
+      # than the matrix.
+      product = _bfloat16_product(flat, rows, 1).T
+    else:
+      product = _bfloat16_product(rows, flat, axis)
     others = [n for i, n in enumerate(matrix.shape) if i not in axes]
     return product.reshape(*x.shape[:kept], *others).astype(dtype)
 

@@ -43,6 +43,12 @@ class EngineSizes:
   num_pages: int = 0
   page_tokens: int = 0
   preemption: sections.Preemption = sections.Preemption.FAST
+  kept_tokens: int = 0
+
+  @property
+  def kept_pages(self) -> int:
+    """The most pages that are kept after their sequences have ended."""
+    return self.kept_tokens // self.page_tokens if self.num_pages else 0
 
   @property
   def pages_per_slot(self) -> int:

@@ -22,6 +22,7 @@ The engine differs from other engines in three ways:
 """
 
 from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import jax
@@ -105,7 +106,8 @@ class Engine(jetstream_api.Engine):
       rules: sharding rules of the rollout slice.
       seed: seed of the run, from which the key of every token is derived.
       end_tokens: tokens that end a sequence unless its settings ignore them.
-      dtype: dtype of weights, activations and cache.
+      dtype: dtype of weights and activations, and of the cache, which is
+        float32 on a CPU.
       weights: format of the published weights.
       attention: the wanted implementation; see `choice.for_engine`.
 
@@ -116,7 +118,8 @@ class Engine(jetstream_api.Engine):
     self.sizes = sizes
     self.seed = seed
     self.end_tokens = end_tokens
-    self.num_end_tokens = len(end_tokens) + sampling.MAX_END_TOKENS
+    # A run has some, and a turn may have as many more.
+    self.num_end_tokens = len(end_tokens) + 2 * sampling.MAX_END_TOKENS
     self.dtype = jnp.dtype(dtype)
     # A call on a CPU has ended when it returns. Elsewhere the device needs its
     # next call before the host has read the last one.
@@ -152,9 +155,15 @@ class Engine(jetstream_api.Engine):
       cache_dtype=jnp.dtype("float32") if is_cpu else self.dtype,
     )
     self._has_adapters = programs.has_adapters
-    self._jitted = jitted_lib.make(
-      programs, self.params_sharding, mesh=mesh, rules=rules
-    )
+    held = self.params_sharding
+    # On several devices, `load_params` must run no program.
+    is_float = weights is sections.WeightFormat.FLOAT
+    self._turn = lambda weights: weights
+    if is_cpu and is_float and mesh.size == 1 and self.dtype == jnp.bfloat16:
+      self._turn = jax.jit(quantization.channels_first)
+      leaves = quantization.channels_first_leaves(held.weights)
+      held = dataclasses.replace(held, weights=leaves)
+    self._jitted = jitted_lib.make(programs, held, mesh=mesh, rules=rules)
 
   def programs(self, weights: Any) -> list[aot.Program]:
     """Return the largest prefill and decode programs, for planning.
@@ -162,7 +171,7 @@ class Engine(jetstream_api.Engine):
     Args:
       weights: shapes and dtypes of the published weights.
     """
-    return self._jitted.largest(weights)
+    return self._jitted.largest(jax.eval_shape(self._turn, weights))
 
   # -- JetStream's interface ------------------------------------------------
 
@@ -175,19 +184,25 @@ class Engine(jetstream_api.Engine):
       weights: the base of a model with LoRA, as it was published.
     """
     shardings = lora_lib.base(self.params_sharding.weights)
-    self._base = shard_copies.put(weights, shardings)
+    self._base = self._turn(shard_copies.put(weights, shardings))
 
   def load_params(self, weights: Any, version: int) -> EngineParams:
     """Return the weights of a policy version, placed as the programs expect.
 
-    Weights that are placed already, as a channel's are, are not copied.
+    Weights that are placed already, as a channel's are, are not copied, except
+    for bfloat16 on a single CPU device, which gets a copy in another order.
     """
+    shardings = self.params_sharding.weights
     if self._base is not None:
+      shardings = lora_lib.adapters(shardings)
+    if self._replicated.is_fully_addressable:
+      weights = shard_copies.put(weights, shardings)
+    # Between several processes, weights come as they have to be placed.
+    if self._base is None:
+      weights = self._turn(weights)
+    else:
       weights = lora_lib.joined(self._base, weights)
     placed = mesh_lib.put(np.array(version, np.int32), self._replicated)
-    if self._replicated.is_fully_addressable:
-      weights = shard_copies.put(weights, self.params_sharding.weights)
-    # Between several processes, weights come as they have to be placed.
     return EngineParams(weights=weights, version=placed)
 
   def init_decode_state(self) -> DecodeState:
@@ -258,7 +273,6 @@ class Engine(jetstream_api.Engine):
     self,
     tokens: np.ndarray,
     lengths: np.ndarray,
-    shared: Prefix | None,
     adapters: np.ndarray | None = None,
   ) -> Prefix:
     """Return a prefix whose rows are to be cached by `extend_prefix`.
@@ -266,22 +280,54 @@ class Engine(jetstream_api.Engine):
     Args:
       tokens: [R T] with R <= prefill_rows; T is one of prefill_buckets.
       lengths: [R] number of tokens of each row without padding.
-      shared: a prefix whose first row holds the tokens that every row begins
-        with, a whole number of chunks. Its cache is copied into every row.
-        With None nothing is cached yet.
       adapters: as in `prefill`.
     """
     tokens, lengths, adapters = self._padded(tokens, lengths, adapters)
-    return self._jitted.open(tokens, lengths, shared, adapters)
+    return self._jitted.open(tokens, lengths, adapters)
+
+  def open_prefix_of_pages(
+    self,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    decode_state: DecodeState,
+    pages: np.ndarray,
+    adapters: np.ndarray | None = None,
+  ) -> Prefix:
+    """Return a prefix in whose rows is cached what pages hold.
+
+    Args:
+      tokens: as in `open_prefix`.
+      lengths: as in `open_prefix`.
+      decode_state: the state whose pages are read. The call is dispatched
+        before any that fills them again.
+      pages: [R W] for each page_tokens tokens of a row, the page that holds
+        them. num_pages means that they are not cached.
+      adapters: as in `prefill`.
+    """
+    tokens, lengths, adapters = self._padded(tokens, lengths, adapters)
+    missing = self.sizes.prefill_rows - len(pages)
+    pages = np.pad(
+      pages, ((0, missing), (0, 0)), constant_values=self.sizes.num_pages
+    )
+    return self._jitted.open_pages(
+      tokens, lengths, adapters, decode_state.cache, pages
+    )
 
   def extend_prefix(
-    self, params: EngineParams, prefix: Prefix, start: int
+    self, params: EngineParams, prefix: Prefix, start: int | np.ndarray
   ) -> Prefix:
     """Cache prefill_chunk tokens of every row, beginning at `start`.
 
-    The given prefix is donated and must not be used again.
+    Args:
+      params: weights of this call.
+      prefix: the rows. They are donated and must not be used again.
+      start: one position for all rows, or one for each [R], R <= prefill_rows.
+        The chunk must not reach beyond the rows' end.
     """
-    return self._jitted.extend(params, prefix, np.int32(start))
+    start = np.asarray(start, np.int32)
+    if start.ndim:
+      start = np.pad(start, (0, self.sizes.prefill_rows - len(start)))
+    return self._jitted.extend(params, prefix, start)
 
   def fill_pages(
     self,
@@ -364,6 +410,7 @@ class Engine(jetstream_api.Engine):
     window: int | None = None,
     is_filtered: bool = False,
     tables: tuple[np.ndarray, np.ndarray] | None = None,
+    guided: np.ndarray | None = None,
   ) -> tuple[DecodeState, jetstream_api.ResultTokens]:
     """Decode up to decode_steps_per_call tokens in every active slot.
 
@@ -378,12 +425,16 @@ class Engine(jetstream_api.Engine):
       tables: [B] the ticket that the host expects in each slot, and [B P] the
         pages of its sequence. A slot that holds another ticket keeps its own
         pages. None changes no pages.
+      guided: [B W] int32, a bit for each token that may be drawn next in each
+        slot. Only one token is then decoded, since what may follow depends on
+        it. None allows all.
 
     Returns:
       The new state, and the packed result for `read`.
     """
     window = window or self.sizes.cache_tokens
     b, n = self.sizes.num_slots, self.sizes.decode_steps_per_call
+    masks = () if guided is None else (guided,)
     if tables is None:
       no_pages = np.zeros((b, self.sizes.pages_per_slot), np.int32)
       tables = np.full((b,), -2, np.int32), no_pages
@@ -391,16 +442,17 @@ class Engine(jetstream_api.Engine):
       params,
       decode_state,
       *tables,
+      *masks,
       window=window,
-      is_filtered=is_filtered,
+      is_filtered=is_filtered or bool(masks),
     )
-    return state, decode_state_lib.result_tokens(data, n)
+    return state, decode_state_lib.result_tokens(data, 1 if masks else n)
 
   def read(
     self, result: jetstream_api.ResultTokens
   ) -> decode_state_lib.StepResult:
     """Wait until a call is finished and return its result on the host."""
-    n = self.sizes.decode_steps_per_call
+    n = result.tokens_idx[1]
     return decode_state_lib.unpack_result(np.asarray(result.data), n)
 
   def get_prefix_destination_sharding(self) -> Any:

@@ -95,7 +95,7 @@ def insertions(
     A prefix, and the insertion of some of its rows.
   """
   most = engine.sizes.insert_rows
-  rows = [(*row_of(entry.key), entry) for entry in entries]
+  rows = [(*row_of(entry.key)[:2], entry) for entry in entries]
   for _, run in itertools.groupby(rows, lambda row: id(row[0])):
     members = list(run)
     for start in range(0, len(members), most):

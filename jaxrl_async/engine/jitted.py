@@ -38,6 +38,7 @@ class Jitted:
   init: Any
   prefill: Any
   open: Any
+  open_pages: Any
   extend: Any
   fill: Any
   insert: Any
@@ -144,6 +145,7 @@ def make(
       out_shardings=prefix,
     ),
     open=jax.jit(programs.open_rows, out_shardings=prefix),
+    open_pages=jax.jit(programs.open_pages, out_shardings=prefix),
     extend=jax.jit(
       programs.extend_rows, donate_argnames="prefix", out_shardings=prefix
     ),

@@ -72,19 +72,39 @@ def _empty_layer(
 
 
 def extend_rows(
-  layer: Layer, chunk: Layer, start: Int[Array, ""] | int
+  layer: Layer, chunk: Layer, start: Int[Array, ""] | Int[Array, "B"] | int
 ) -> Layer:
-  """Return the rows with a chunk of tokens written at position `start`."""
+  """Return the rows with a chunk of tokens written at position `start`.
+
+  Args:
+    layer: the rows.
+    chunk: the tokens to write; they must not reach beyond the rows' end.
+    start: one position for all rows, or one for each.
+  """
+  if jnp.ndim(start):
+    write = jax.lax.dynamic_update_slice_in_dim
+    return (
+      jax.vmap(functools.partial(write, axis=2))(layer[0], chunk[0], start),
+      jax.vmap(functools.partial(write, axis=1))(layer[1], chunk[1], start),
+    )
   return (
     jax.lax.dynamic_update_slice_in_dim(layer[0], chunk[0], start, axis=3),
     jax.lax.dynamic_update_slice_in_dim(layer[1], chunk[1], start, axis=2),
   )
 
 
+def positions_from(
+  start: Int[Array, ""] | Int[Array, "B"] | int, length: int
+) -> Int[Array, "_ T"]:
+  """Return `length` positions from `start` on: [1 T], or [B T] of each row."""
+  starts = jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1))
+  return starts + jnp.arange(length, dtype=jnp.int32)[None]
+
+
 def attend_rows(
   layer: Layer,
   query: Float[Array, "B T N H"],
-  start: Int[Array, ""] | int,
+  start: Int[Array, ""] | Int[Array, "B"] | int,
   *,
   sliding_window: int | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -93,7 +113,7 @@ def attend_rows(
   Args:
     layer: the cached rows, those of the chunk included.
     query: queries at positions start, start + 1, …
-    start: position of the first query.
+    start: position of the first query, for all rows or for each.
     sliding_window: number of tokens that a query sees, itself included; None is
       all of them.
   """
@@ -106,7 +126,7 @@ def attend_rows(
     if length % size == 0 and (size == 1 or size * of_query <= SCORES_BYTES)
   )
   grouped = query.reshape(rows, length, num_kv_heads, -1, head_dim)
-  positions = start + jnp.arange(length)
+  positions = positions_from(start, length)
   attend = functools.partial(_attend_piece, layer, sliding_window)
   if piece == length:
     mixed = attend((grouped, positions))
@@ -114,8 +134,9 @@ def attend_rows(
     # Only queries are cut: a mesh splits the rows and the heads. The scores of
     # one query are always small beside the rows that it attends to.
     pieces = grouped.reshape(rows, -1, piece, *grouped.shape[2:])
+    of_pieces = positions.reshape(len(positions), -1, piece)
     mixed = jax.lax.map(
-      attend, (jnp.swapaxes(pieces, 0, 1), positions.reshape(-1, piece))
+      attend, (jnp.swapaxes(pieces, 0, 1), jnp.swapaxes(of_pieces, 0, 1))
     )
     mixed = jnp.swapaxes(mixed, 0, 1)
   return mixed.reshape(rows, length, num_heads, head_dim).astype(query.dtype)
@@ -124,7 +145,7 @@ def attend_rows(
 def _attend_piece(
   layer: Layer,
   sliding_window: int | None,
-  piece: tuple[Float[Array, "B T K G H"], Int[Array, "T"]],
+  piece: tuple[Float[Array, "B T K G H"], Int[Array, "_ T"]],
 ) -> Float[Array, "B T K G H"]:
   """Return attention of queries at these positions; see `attend_rows`."""
   (keys, values), (query, positions) = layer, piece
@@ -132,12 +153,12 @@ def _attend_piece(
     "btkgh,bkhs->bkgts", query, keys, preferred_element_type=jnp.float32
   )
   scores = scores * jnp.float32(query.shape[-1] ** -0.5)
-  times = jnp.arange(keys.shape[3])[None]
-  seen = times <= positions[:, None]
+  times = jnp.arange(keys.shape[3])[None, None]
+  seen = times <= positions[..., None]
   if sliding_window is not None:
-    seen &= times > positions[:, None] - sliding_window
+    seen &= times > positions[..., None] - sliding_window
   scores = jnp.where(
-    seen[None, None, None], scores, jnp.float32(reference.NEGATIVE)
+    seen[:, None, None], scores, jnp.float32(reference.NEGATIVE)
   )
   weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
   return jnp.einsum("bkgts,bksh->btkgh", weights, values)
@@ -349,6 +370,23 @@ class Pages:
     # first bring all rows to every device.
     keys, values = (jnp.take(x, row[None], axis=0)[0] for x in rows)
     return put(layer[0], jnp.swapaxes(keys, 1, 2)), put(layer[1], values)
+
+  def rows(self, layer: Layer, pages: Int[Array, "R W"]) -> Layer:
+    """Return rows in the layout of `Slots` that hold what pages hold.
+
+    Args:
+      layer: the pool of one layer.
+      pages: the pages of each row, in order. For pages that are out of range a
+        row holds zeros.
+    """
+
+    def take(pool: jax.Array) -> jax.Array:
+      found = jnp.take(pool, pages, axis=1, mode="fill", fill_value=0)
+      k, r, w, page, h = found.shape
+      return jnp.swapaxes(found.reshape(k, r, w * page, h), 0, 1)
+
+    keys, values = map(take, layer)
+    return jnp.swapaxes(keys, 2, 3), values
 
   def write(
     self,

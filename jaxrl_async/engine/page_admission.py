@@ -12,11 +12,18 @@ tokens and of a number that stands for the page before it. So a name is exact,
 and no longer for a page at the end of a long sequence than for the first one.
 The holders of a page are counted, and it becomes free when no holder is left.
 
+With `kept_tokens`, pages that decoding has filled get names as well, and a page
+that has a name is kept when no holder is left, up to that bound. So the next
+turn of a conversation finds what the turn before it has cached. A kept page is
+taken back when a page is needed and none is free. The page that was given up
+the longest time ago is the first, and of a sequence the last page.
+
 Threads: only the scheduler's thread uses these classes.
 """
 
 import collections
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+import dataclasses
 import itertools
 
 from jaxtyping import Int
@@ -25,6 +32,7 @@ import numpy as np
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import sequence as sequence_lib
 
+_ONLY = sequence_lib.Lineage()
 _NOTHING = np.zeros((0,), np.int32)
 
 # The ticket of the sequence in each slot [B], and its pages [B P].
@@ -57,11 +65,21 @@ class SlotAdmission:
     ticket: int,
     cached: Int[np.ndarray, "T"],
     bucket: int,
-    adapter: int = 0,
+    lineage: sequence_lib.Lineage = _ONLY,
   ) -> Int[np.ndarray, "W"] | None:
     """Return an empty array, because `Engine.insert` copies the row itself."""
-    del ticket, cached, bucket, adapter
+    del ticket, cached, bucket, lineage
     return _NOTHING
+
+  def find(
+    self, tokens: Int[np.ndarray, "T"], lineage: sequence_lib.Lineage
+  ) -> list[int]:
+    """Return an empty list, because there are no pages."""
+    del tokens, lineage
+    return []
+
+  def name(self, ticket: int, cached: Int[np.ndarray, "T"]) -> None:
+    """Do nothing, because there are no pages."""
 
   def grow(self, needs: Iterable[tuple[int, int]]) -> bool:
     """Return True, because a row has room for the longest sequence."""
@@ -70,6 +88,11 @@ class SlotAdmission:
 
   def release(self, ticket: int) -> None:
     """Do nothing, because the row stays with its slot."""
+
+  @property
+  def num_held(self) -> int:
+    """0, because there are no pages."""
+    return 0
 
   def forget_contents(self) -> None:
     """Do nothing, because sequences share no rows."""
@@ -85,19 +108,39 @@ class SlotAdmission:
     return None
 
 
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Held:
+  """The pages that a sequence holds, in the order of its tokens.
+
+  Attributes:
+    pages: the pages.
+    before: stands for the page before the next one that gets a name.
+    num_named: how many of the first pages have their names, or would have them
+      if no other page had the name already.
+  """
+
+  pages: list[int]
+  before: Hashable
+  num_named: int
+
+
 class PagePool:
   """A pool of pages that counts the holders of each page.
 
-  Invariant: every page is either free or has at least one holder, and every
-  name points to a page that has a holder.
+  Invariant: every page is either free, or kept, or has at least one holder.
+  Every kept page has a name, and every name points to a page that is kept or
+  has a holder.
 
   Threads: one thread at a time.
   """
 
-  def __init__(self, num_pages: int):
-    """Create a pool of free pages."""
+  def __init__(self, num_pages: int, max_kept: int = 0):
+    """Create a pool of free pages, of which max_kept may be kept."""
     self.num_pages = num_pages
+    self.max_kept = max_kept
     self._free = list(range(num_pages))[::-1]
+    # Those that were given up the longest time ago are the first.
+    self._kept = collections.OrderedDict[int, None]()
     self._holders: collections.Counter[int] = collections.Counter()
     self._named: dict[Hashable, int] = {}
     self._names: dict[int, Hashable] = {}
@@ -109,14 +152,16 @@ class PagePool:
   @property
   def num_free(self) -> int:
     """The number of pages without a holder."""
-    return len(self._free)
+    return len(self._free) + len(self._kept)
 
   def take(self) -> int:
-    """Take a free page, which then has one holder.
+    """Take a page without a holder, which then has one.
 
     Raises:
-      IndexError: no page is free; check `num_free` first.
+      LookupError: there is none; check `num_free` first.
     """
+    if not self._free:
+      self._give_up_oldest()
     page = self._free.pop()
     self._holders[page] = 1
     self._numbers[page] = next(self._counter)
@@ -126,6 +171,7 @@ class PagePool:
     """Return the page with a name and add a holder; None if there is none."""
     page = self._named.get(name)
     if page is not None:
+      self._kept.pop(page, None)
       self._holders[page] += 1
     return page
 
@@ -134,14 +180,57 @@ class PagePool:
     self._named[name] = page
     self._names[page] = name
 
+  def name_more(
+    self, held: Held, cached: np.ndarray, *, page_tokens: int
+  ) -> None:
+    """Give names to the pages that have become full since they had some.
+
+    Args:
+      held: the pages of a sequence.
+      cached: all tokens of the sequence that are cached.
+      page_tokens: tokens per page.
+    """
+    for index in range(held.num_named, len(cached) // page_tokens):
+      part = cached[index * page_tokens : (index + 1) * page_tokens]
+      name = held.before, part.tobytes()
+      # If another page has this name, then that page leads to the next one.
+      page = self._named.get(name)
+      if page is None:
+        page = held.pages[index]
+        self.name(page, name)
+      held.before = self._numbers[page]
+      held.num_named += 1
+
+  def pages_of(
+    self, tokens: np.ndarray, *, page_tokens: int, lineage: Hashable
+  ) -> list[int]:
+    """Return the pages that hold the beginning of these tokens, as they are.
+
+    They get no holder. This is for a pool that keeps pages, where names do not
+    depend on the bucket.
+    """
+    pages = []
+    before = self._root(0, lineage)
+    for part in _parts(tokens, page_tokens):
+      page = self._named.get((before, part))
+      if page is None:
+        break
+      pages.append(page)
+      before = self._numbers[page]
+    return pages
+
+  def _root(self, bucket: int, lineage: Hashable) -> Hashable:
+    # Other buckets give other bits, but a later turn is of a longer one.
+    return 0 if self.max_kept else bucket, lineage
+
   def take_for(
     self,
     cached: np.ndarray,
     *,
     bucket: int,
     page_tokens: int,
-    adapter: int = 0,
-  ) -> tuple[list[int], np.ndarray] | None:
+    lineage: Hashable = _ONLY,
+  ) -> tuple[Held, np.ndarray] | None:
     """Take pages for prefilled tokens, sharing existing full pages.
 
     Returns:
@@ -150,38 +239,56 @@ class PagePool:
     """
     pages = []
     new = np.full((bucket // page_tokens,), self.num_pages, np.int32)
-    num_whole = len(cached) // page_tokens
-    # The bytes of each whole page, made by one call.
-    own = cached[: num_whole * page_tokens].view(
-      np.dtype((np.void, cached.itemsize * page_tokens))
-    )
-    contents: list[bytes] = own.tolist()
-    before: Hashable = (bucket, adapter)
+    contents = _parts(cached, page_tokens)
+    before = self._root(bucket, lineage)
     for index in range(-(-len(cached) // page_tokens)):
-      is_whole = index < num_whole
+      is_whole = index < len(contents)
       name = (before, contents[index]) if is_whole else None
       page = self.find(name)
       if page is None:
-        if not self._free:
+        if not self.num_free:
+          for taken in new[new < self.num_pages].tolist():
+            self._forget_name(taken)  # nothing has filled it
           self.release(pages)
           return None
         page = new[index] = self.take()
         if is_whole:
           self.name(page, name)
       pages.append(page)
-      before = self._numbers[page]
-    return pages, new
+      if is_whole:
+        before = self._numbers[page]
+    held = Held(pages=pages, before=before, num_named=len(contents))
+    return held, new
 
   def release(self, pages: Sequence[int]) -> None:
-    """Remove one holder from each page."""
-    for page in pages:
+    """Remove one holder from each page.
+
+    The last page is given up first, because without the pages before it no
+    sequence would find it.
+    """
+    for page in reversed(pages):
       self._holders[page] -= 1
       if not self._holders[page]:
         del self._holders[page]
-        name = self._names.pop(page, None)
-        if name is not None:
-          del self._named[name]
-        self._free.append(page)
+        if page in self._names and self.max_kept:
+          self._kept[page] = None
+        else:
+          self._free_up(page)
+    while len(self._kept) > self.max_kept:
+      self._give_up_oldest()
+
+  def _give_up_oldest(self) -> None:
+    page, _ = self._kept.popitem(last=False)
+    self._free_up(page)
+
+  def _free_up(self, page: int) -> None:
+    self._forget_name(page)
+    self._free.append(page)
+
+  def _forget_name(self, page: int) -> None:
+    name = self._names.pop(page, None)
+    if name is not None:
+      del self._named[name]
 
   def forget_names(self) -> None:
     """Forget all names, so that no page filled so far is shared any more.
@@ -190,6 +297,17 @@ class PagePool:
     """
     self._named.clear()
     self._names.clear()
+    self._free += self._kept
+    self._kept.clear()
+
+
+def _parts(tokens: np.ndarray, page_tokens: int) -> list[bytes]:
+  """Return the bytes of each whole page of tokens, made by one call."""
+  num_whole = len(tokens) // page_tokens
+  own = tokens[: num_whole * page_tokens].view(
+    np.dtype((np.void, tokens.itemsize * page_tokens))
+  )
+  return own.tolist()
 
 
 class PageAdmission:
@@ -213,10 +331,10 @@ class PageAdmission:
     self.max_tokens = min(
       sizes.cache_tokens, sizes.num_pages * sizes.page_tokens
     )
-    self.pool = PagePool(sizes.num_pages)
+    self.pool = PagePool(sizes.num_pages, sizes.kept_pages)
     self._sizes = sizes
     self._steps_ahead = steps_ahead
-    self._held: dict[int, list[int]] = {}
+    self._held: dict[int, Held] = {}
 
   def _num_pages(self, num_tokens: int) -> int:
     return -(-num_tokens // self._sizes.page_tokens)
@@ -255,7 +373,7 @@ class PageAdmission:
     ticket: int,
     cached: Int[np.ndarray, "T"],
     bucket: int,
-    adapter: int = 0,
+    lineage: sequence_lib.Lineage = _ONLY,
   ) -> Int[np.ndarray, "W"] | None:
     """Take pages for prefilled tokens, sharing existing full pages.
 
@@ -263,9 +381,9 @@ class PageAdmission:
       ticket: the ticket that will hold the pages.
       cached: the tokens.
       bucket: the bucket in which they were prefilled. Pages are shared only
-        within a bucket, because another bucket gives other bits.
-      adapter: the adapter that they were prefilled with. Another adapter gives
-        other keys and values.
+        within a bucket, because another bucket gives other bits. If pages are
+        kept, those of all buckets are shared.
+      lineage: of the sequence. Pages are shared only within a lineage.
 
     Returns:
       For each page of the bucket, the page of the pool that must be filled with
@@ -276,7 +394,7 @@ class PageAdmission:
       cached,
       bucket=bucket,
       page_tokens=self._sizes.page_tokens,
-      adapter=adapter,
+      lineage=lineage,
     )
     if taken is None:
       return None
@@ -295,7 +413,7 @@ class PageAdmission:
       were given, and a later call continues from there.
     """
     for ticket, num_tokens in needs:
-      pages = self._held[ticket]
+      pages = self._held[ticket].pages
       while len(pages) < self._num_pages(num_tokens):
         if not self.pool.num_free:
           return False
@@ -304,17 +422,51 @@ class PageAdmission:
 
   def release(self, ticket: int) -> None:
     """Give up all pages that the ticket holds, if any."""
-    self.pool.release(self._held.pop(ticket, []))
+    held = self._held.pop(ticket, None)
+    if held is not None:
+      self.pool.release(held.pages)
+
+  @property
+  def num_held(self) -> int:
+    """The number of pages that sequences hold."""
+    return self.pool.num_pages - self.pool.num_free
 
   def forget_contents(self) -> None:
     """Make sure that no page filled so far is shared with later sequences."""
     self.pool.forget_names()
 
+  def find(
+    self, tokens: Int[np.ndarray, "T"], lineage: sequence_lib.Lineage
+  ) -> list[int]:
+    """Return the pages that hold the beginning of these tokens now.
+
+    Nobody holds them for the caller: they may be filled again by any program
+    that is dispatched later. Without `kept_tokens` the list is empty.
+    """
+    if not self.pool.max_kept:
+      return []
+    return self.pool.pages_of(
+      tokens, page_tokens=self._sizes.page_tokens, lineage=lineage
+    )
+
+  def name(self, ticket: int, cached: Int[np.ndarray, "T"]) -> None:
+    """Name the ticket's pages that are full by now, if pages are kept.
+
+    Args:
+      ticket: the ticket that holds them.
+      cached: all tokens of its sequence that are cached. Later programs must
+        not write to their whole pages.
+    """
+    if self.pool.max_kept:
+      self.pool.name_more(
+        self._held[ticket], cached, page_tokens=self._sizes.page_tokens
+      )
+
   def row(self, ticket: int) -> Int[np.ndarray, "P"]:
     """Return a ticket's pages, padded with num_pages, which is no page."""
     sizes = self._sizes
     row = np.full((sizes.pages_per_slot,), sizes.num_pages, np.int32)
-    pages = self._held[ticket]
+    pages = self._held[ticket].pages
     row[: len(pages)] = pages
     return row
 

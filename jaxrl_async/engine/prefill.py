@@ -1,13 +1,15 @@
 """Prefill: prompts become cached prefixes, several rows of a bucket per call.
 
 Buckets longer than `prefill_chunk` are prefilled chunk by chunk, so that
-running sequences do not have to wait for a long prompt. The tokens that all
-prompts begin with (a system prompt) are in this case computed once per policy
-version and copied.
+running sequences do not have to wait for a long prompt.
 
 The programs that process a prompt depend only on the prompt's own tokens. They
 depend neither on what else is being prefilled nor on what is already cached.
 The same is therefore true of the resulting bits.
+
+This is different with `kept_tokens`: prompts of buckets longer than
+`prefill_chunk` then begin with what pages hold of them, and only the rest is
+computed.
 """
 
 import collections
@@ -19,22 +21,38 @@ import numpy as np
 
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
+from jaxrl_async.engine import page_admission
+from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 
-Row = tuple[decode_state_lib.Prefix, int]
+
+class Row(NamedTuple):
+  """A row of a prefix, and how many of its tokens came from kept pages."""
+
+  prefix: decode_state_lib.Prefix
+  index: int
+  num_cached: int
 
 
 class Wanted(NamedTuple):
-  """A row to prefill: its key, its tokens, and the number of its adapter."""
+  """A row to prefill.
+
+  Attributes:
+    key: its key.
+    tokens: its tokens.
+    lineage: of its sequence.
+    pages: the pages that held its beginning when it was about to be prefilled.
+  """
 
   key: bytes
   tokens: np.ndarray
-  adapter: int
+  lineage: sequence_lib.Lineage
+  pages: Sequence[int] = ()
 
 
-def key_of(tokens: np.ndarray, adapter: int) -> bytes:
-  """Return the key of the prefix of these tokens under an adapter."""
-  return adapter.to_bytes(4, "little") + tokens.tobytes()
+def key_of(tokens: np.ndarray, lineage: sequence_lib.Lineage) -> bytes:
+  """Return the key of the prefix of these tokens in a lineage."""
+  return b"%d,%d:" % lineage + tokens.tobytes()
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -44,14 +62,16 @@ class _Chunked:
   Attributes:
     keys: the key of each row.
     prefix: the rows, cached up to `start`.
-    start: position of the next chunk.
-    end: position up to which the rows must be cached.
+    start: position of the next chunk, of all rows or of each.
+    num_left: number of chunks that are left.
+    num_cached: of each row, as in `Row`.
   """
 
   keys: list[bytes]
   prefix: decode_state_lib.Prefix
-  start: int
-  end: int
+  start: int | np.ndarray
+  num_left: int
+  num_cached: list[int]
 
 
 class Prefiller:
@@ -59,6 +79,7 @@ class Prefiller:
 
   Attributes:
     num_tokens: tokens that were prefilled so far, without padding.
+    num_cached: tokens that did not have to be, because kept pages held them.
 
   Threads: only the scheduler's thread uses this class.
   """
@@ -67,24 +88,21 @@ class Prefiller:
     self,
     engine: engine_lib.Engine,
     *,
-    shared_tokens: np.ndarray,
+    admission: page_admission.CacheAdmission,
     busy: metrics_lib.BusyClock,
   ):
     """Create a prefiller without prefixes.
 
     Args:
       engine: the engine whose programs run.
-      shared_tokens: tokens that prompts commonly begin with. Whole chunks of
-        them are computed once for all chunked prompts that begin with them.
+      admission: knows what pages hold.
       busy: records the time of every call.
     """
-    self.num_tokens = 0
+    self.num_tokens = self.num_cached = 0
     self._engine = engine
+    self._admission = admission
     self._busy = busy
-    chunk = engine.sizes.prefill_chunk
-    whole = len(shared_tokens) // chunk * chunk if chunk else 0
-    self._shared_tokens = shared_tokens[:whole]
-    self._shared: decode_state_lib.Prefix | None = None
+    self._keeps = engine.sizes.kept_pages > 0
     self._params: decode_state_lib.EngineParams | None = None
     self._ready: dict[bytes, Row] = {}
     self._pending: dict[bytes, Wanted] = {}
@@ -93,7 +111,7 @@ class Prefiller:
   def adopt(self, params: decode_state_lib.EngineParams) -> None:
     """Use new weights, and forget all prefixes of older ones."""
     self._params = params
-    self._shared = self._chunked = None
+    self._chunked = None
     self._ready.clear()
     self._pending.clear()
 
@@ -101,17 +119,17 @@ class Prefiller:
     """Return the padded length for a number of tokens."""
     return next(b for b in self._engine.sizes.prefill_buckets if b >= length)
 
-  def want(self, tokens: np.ndarray, adapter: int = 0) -> bytes:
+  def want(self, tokens: np.ndarray, lineage: sequence_lib.Lineage) -> bytes:
     """Request the prefix of these tokens and return its key.
 
     Args:
       tokens: without padding.
-      adapter: number of the adapter that continues them.
+      lineage: of the sequence that continues them.
     """
-    key = key_of(tokens, adapter)
+    key = key_of(tokens, lineage)
     is_running = self._chunked is not None and key in self._chunked.keys
     if key not in self._ready and not is_running:
-      self._pending[key] = Wanted(key, tokens, adapter)
+      self._pending[key] = Wanted(key, tokens, lineage)
     return key
 
   def is_ready(self, key: bytes) -> bool:
@@ -142,43 +160,60 @@ class Prefiller:
       )
     )
 
-  def advance(self, *, is_patient: bool) -> None:
+  def advance(
+    self, state: decode_state_lib.DecodeState, *, is_patient: bool
+  ) -> bool:
     """Prefill the requested prefixes.
 
     Args:
+      state: the slots' state, whose pages are read.
       is_patient: whether to process at most one chunk of the chunked prompts,
-        so that running sequences wait less. The tokens that all prompts share
-        are not counted. If False, all requests are completed.
+        so that running sequences wait less. If False, all requests are
+        completed.
+
+    Returns:
+      Whether this has to be called again to complete all requests. The caller
+      first fills pages with what is ready, and these may hold the beginning of
+      what is left.
     """
     by_program = collections.defaultdict(list)
     for row in self._pending.values():
       bucket = self.bucket(len(row.tokens))
-      if self._engine.sizes.is_chunked(bucket):
-        by_program[bucket, self._begins_as_all(row)].append(row)
-      else:
+      if not self._engine.sizes.is_chunked(bucket):
         by_program[bucket, None].append(row)
+      elif not self._keeps:
+        by_program[bucket, 0].append(row)
+      else:
+        row = row._replace(
+          pages=self._admission.find(row.tokens[:-1], row.lineage)
+        )
+        # All rows of a call wait for the one with the most chunks.
+        num_chunks = self._num_chunks(row)
+        by_program[bucket, num_chunks.bit_length()].append(row)
     rows = self._engine.sizes.prefill_rows
-    for (bucket, is_shared), wanted in by_program.items():
+    for (bucket, kind), wanted in by_program.items():
       for start in range(0, len(wanted), rows):
         some = wanted[start : start + rows]
-        if is_shared is None:
+        if kind is None:
           self._prefill(bucket, some)
         elif self._chunked is None or not is_patient:
           self._finish_chunked()
-          self._open(bucket, some, is_shared)
+          self._open(bucket, some, state)
+          if self._keeps and not is_patient:
+            self._finish_chunked()
+            return bool(self._pending)
     if is_patient:
       self._extend()
     else:
       self._finish_chunked()
+    return False
 
-  def _begins_as_all(self, row: Wanted) -> bool:
-    n = len(self._shared_tokens)
-    # The shared tokens are cached without an adapter, which is number 0.
-    return (
-      0 < n < len(row.tokens)
-      and row.adapter == 0
-      and np.array_equal(row.tokens[:n], self._shared_tokens)
-    )
+  def _num_chunks(self, row: Wanted) -> int:
+    """Return how many chunks must be computed after what the pages hold."""
+    sizes = self._engine.sizes
+    # The first decode step caches the last token.
+    left = len(row.tokens) - 1 - len(row.pages) * sizes.page_tokens
+    return -(-left // sizes.prefill_chunk)
 
   def _padded(
     self, bucket: int, wanted: Sequence[Wanted]
@@ -191,13 +226,17 @@ class Prefiller:
     for i, row in enumerate(wanted):
       padded[i, : len(row.tokens)] = row.tokens
     lengths = np.array([len(row.tokens) for row in wanted], np.int32)
-    return padded, lengths, np.array([row.adapter for row in wanted], np.int32)
+    adapters = np.array([row.lineage.adapter for row in wanted], np.int32)
+    return padded, lengths, adapters
 
   def _keep(
-    self, keys: Sequence[bytes], prefix: decode_state_lib.Prefix
+    self,
+    keys: Sequence[bytes],
+    prefix: decode_state_lib.Prefix,
+    num_cached: Sequence[int],
   ) -> None:
-    for row, key in enumerate(keys):
-      self._ready[key] = prefix, row
+    for i, (key, cached) in enumerate(zip(keys, num_cached, strict=True)):
+      self._ready[key] = Row(prefix, i, cached)
 
   def _prefill(self, bucket: int, wanted: Sequence[Wanted]) -> None:
     assert self._params is not None
@@ -212,41 +251,51 @@ class Prefiller:
       )
     for row in wanted:
       del self._pending[row.key]
-    self._keep([row.key for row in wanted], prefix)
+    self._keep([row.key for row in wanted], prefix, [0] * len(wanted))
 
   def _open(
-    self, bucket: int, wanted: Sequence[Wanted], is_shared: bool
+    self,
+    bucket: int,
+    wanted: Sequence[Wanted],
+    state: decode_state_lib.DecodeState,
   ) -> None:
-    start = len(self._shared_tokens) if is_shared else 0
-    if is_shared and self._shared is None:
-      self._shared = self._prefill_shared()
-    shared = self._shared if is_shared else None
+    """Open rows that begin with what pages hold of them."""
+    sizes = self._engine.sizes
     padded, lengths, adapters = self._padded(bucket, wanted)
-    self.num_tokens += int((lengths - start).sum())
+    num_left = max(map(self._num_chunks, wanted))
+    # The chunks of each row end within it. If they would not, the row begins
+    # earlier, and computes again what it had.
+    latest = bucket - num_left * sizes.prefill_chunk
+    starts = [min(len(row.pages) * sizes.page_tokens, latest) for row in wanted]
+    self.num_cached += sum(starts)
+    self.num_tokens += int(lengths.sum()) - sum(starts)
     with self._busy.record("prefill"):
-      prefix = self._engine.open_prefix(padded, lengths, shared, adapters)
-    for row in wanted:
-      del self._pending[row.key]
-    self._chunked = _Chunked(
-      keys=[row.key for row in wanted],
-      prefix=prefix,
-      start=start,
-      # The first decode step caches the last token.
-      end=int(lengths.max()) - 1,
+      if any(starts):
+        pages = np.full(
+          (len(wanted), bucket // sizes.page_tokens), sizes.num_pages, np.int32
+        )
+        for i, row in enumerate(wanted):
+          pages[i, : len(row.pages)] = row.pages
+        prefix = self._engine.open_prefix_of_pages(
+          padded, lengths, state, pages, adapters
+        )
+      else:
+        prefix = self._engine.open_prefix(padded, lengths, adapters)
+    self._begin(
+      _Chunked(
+        keys=[row.key for row in wanted],
+        prefix=prefix,
+        start=np.array(starts, np.int32) if self._keeps else 0,
+        num_left=num_left,
+        num_cached=starts,
+      )
     )
-    self._keep_if_whole()
 
-  def _prefill_shared(self) -> decode_state_lib.Prefix:
-    tokens = self._shared_tokens
-    row = Wanted(key_of(tokens, 0), tokens, 0)
-    padded, lengths, adapters = self._padded(self.bucket(len(tokens)), [row])
-    self.num_tokens += len(tokens)
-    with self._busy.record("prefill"):
-      prefix = self._engine.open_prefix(padded, lengths, None, adapters)
-      for start in range(0, len(tokens), self._engine.sizes.prefill_chunk):
-        assert self._params is not None
-        prefix = self._engine.extend_prefix(self._params, prefix, start)
-    return prefix
+  def _begin(self, job: _Chunked) -> None:
+    for key in job.keys:
+      del self._pending[key]
+    self._chunked = job
+    self._keep_if_whole()
 
   def _extend(self) -> None:
     if self._chunked is None:
@@ -257,13 +306,14 @@ class Prefiller:
       job.prefix = self._engine.extend_prefix(
         self._params, job.prefix, job.start
       )
-    job.start += self._engine.sizes.prefill_chunk
+    job.start = job.start + self._engine.sizes.prefill_chunk
+    job.num_left -= 1
     self._keep_if_whole()
 
   def _keep_if_whole(self) -> None:
     job = self._chunked
-    if job is not None and job.start >= job.end:
-      self._keep(job.keys, job.prefix)
+    if job is not None and job.num_left <= 0:
+      self._keep(job.keys, job.prefix, job.num_cached)
       self._chunked = None
 
   def _finish_chunked(self) -> None:

@@ -97,41 +97,66 @@ class Programs:
     self,
     tokens: Int[Array, "R T"],
     lengths: Int[Array, "R"],
-    shared: Prefix | None,
     adapters: Int[Array, "R"] | None = None,
   ) -> Prefix:
-    """Return rows in which nothing is cached but the tokens they share.
+    """Return rows in which nothing is cached yet.
 
     Args:
       tokens: padded tokens of each row.
       lengths: number of tokens of each row without padding.
-      shared: a prefix whose first row holds what every row begins with; None if
-        nothing is cached yet.
       adapters: the adapter of each row, if there are several.
     """
     rows, width = tokens.shape
     cache = kv_cache.empty_rows(
       self.model, rows=rows, tokens=width, dtype=self.cache_dtype
     )
-    if shared is not None:
-      cache = [
-        kv_cache.extend_rows(
-          layer, jax.tree.map(lambda x: x[:1].repeat(rows, axis=0), first), 0
-        )
-        for layer, first in zip(cache, shared.cache, strict=True)
-      ]
+    return Prefix(
+      cache=cache, tokens=tokens, lengths=lengths, adapters=adapters
+    )
+
+  def open_pages(
+    self,
+    tokens: Int[Array, "R T"],
+    lengths: Int[Array, "R"],
+    adapters: Int[Array, "R"] | None,
+    pools: list[kv_cache.Layer],
+    pages: Int[Array, "R W"],
+  ) -> Prefix:
+    """Return rows in which what the pages hold is cached.
+
+    Args:
+      tokens: as in `open_rows`.
+      lengths: as in `open_rows`.
+      adapters: as in `open_rows`.
+      pools: the cache of pages.
+      pages: the pages of each row, as in `kv_cache.Pages.rows`.
+    """
+    assert isinstance(self.layout, kv_cache.Pages)
+    cache = [self.layout.rows(pool, pages) for pool in pools]
     return Prefix(
       cache=cache, tokens=tokens, lengths=lengths, adapters=adapters
     )
 
   def extend_rows(
-    self, params: EngineParams, prefix: Prefix, start: Int[Array, ""]
+    self,
+    params: EngineParams,
+    prefix: Prefix,
+    start: Int[Array, ""] | Int[Array, "R"],
   ) -> Prefix:
-    """Cache the chunk of every row that begins at `start`."""
+    """Cache the chunk of every row that begins at `start`.
+
+    Args:
+      params: weights and their policy version.
+      prefix: the rows, cached up to `start`.
+      start: one position for all rows, or one for each.
+    """
     (rows, width), chunk = prefix.tokens.shape, self.sizes.prefill_chunk
-    tokens = jax.lax.dynamic_slice_in_dim(prefix.tokens, start, chunk, axis=1)
-    positions = start + jnp.arange(chunk, dtype=jnp.int32)
-    positions = jnp.broadcast_to(positions[None], (rows, chunk))
+    positions = kv_cache.positions_from(start, chunk)
+    positions = jnp.broadcast_to(positions, (rows, chunk))
+    if jnp.ndim(start):
+      tokens = jnp.take_along_axis(prefix.tokens, positions, axis=1)
+    else:
+      tokens = jax.lax.dynamic_slice_in_dim(prefix.tokens, start, chunk, axis=1)
     windows = self.model.windows_within(width)
 
     def attend(
@@ -212,13 +237,20 @@ class Programs:
     is_released = (state.settings.tickets[:, None] == tickets[None]).any(axis=1)
     return dataclasses.replace(state, is_active=state.is_active & ~is_released)
 
-  def _is_allowed(self, state: DecodeState) -> jax.Array:
-    """Return [B V]: False for end tokens of sequences below min_lengths."""
+  def _is_allowed(
+    self, state: DecodeState, guided: Int[Array, "B W"] | None
+  ) -> jax.Array:
+    """Return [B V]: False for what guides forbid, and for early end tokens.
+
+    These are the end tokens of sequences below min_lengths.
+    """
     rows = jnp.arange(self.sizes.num_slots)[:, None]
     is_early = state.positions + 1 < state.settings.min_lengths
     ends = jnp.where(is_early[:, None], state.settings.end_tokens, -1)
     ends = jnp.where(ends < 0, self.model.vocab_size, ends)  # out of range
     allowed = jnp.ones((self.sizes.num_slots, self.model.vocab_size), bool)
+    if guided is not None:
+      allowed = sampling.unpacked(guided, self.model.vocab_size)
     return allowed.at[rows, ends].set(False, mode="drop")
 
   def _decode_one(
@@ -226,6 +258,7 @@ class Programs:
     params: EngineParams,
     window: int,
     is_filtered: bool,
+    guided: Int[Array, "B W"] | None,
     numbers: tuple[Float[Array, "B"], Float[Array, "B"]],
     state: DecodeState,
   ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
@@ -235,6 +268,7 @@ class Programs:
       params: weights and their policy version.
       window: as in `decode_steps`.
       is_filtered: as in `decode_steps`.
+      guided: as in `decode_steps`.
       numbers: the quantiles that draw the tokens, and their fractions.
       state: the state to continue from.
 
@@ -276,7 +310,7 @@ class Programs:
         top_k=settings.top_k,
         top_p=settings.top_p,
         min_p=settings.min_p,
-        is_allowed=self._is_allowed(state),
+        is_allowed=self._is_allowed(state, guided),
       )
     quantiles, fractions = numbers
     tokens, logprobs = sampling.sample(
@@ -307,17 +341,20 @@ class Programs:
     state: DecodeState,
     tickets: Int[Array, "B"],
     pages: Int[Array, "B P"],
+    guided: Int[Array, "B W"] | None = None,
     *,
     window: int,
     is_filtered: bool,
   ) -> tuple[DecodeState, jax.Array]:
-    """Decode several tokens in every slot.
+    """Decode several tokens in every slot, or one if there are guides.
 
     Args:
       params: weights and their policy version.
       state: the state to continue from.
       tickets: the ticket that the host expects in each slot.
       pages: the pages of these sequences.
+      guided: a bit for each token that may be drawn next, see
+        `sampling.unpacked`. It requires `is_filtered`.
       window: number of cached tokens that attention covers, larger than any
         position reached in this call.
       is_filtered: whether any slot needs more than a temperature.
@@ -336,7 +373,8 @@ class Programs:
 
     # A slot that is active goes on by a position in each step. Drawn here, the
     # numbers of all steps cost hardly more than those of one.
-    steps = jnp.arange(self.sizes.decode_steps_per_call, dtype=jnp.int32)
+    n = self.sizes.decode_steps_per_call if guided is None else 1
+    steps = jnp.arange(n, dtype=jnp.int32)
     positions = state.positions[None] + 1 + steps[:, None]
     numbers = (
       sampling.uniforms(state.keys, positions),
@@ -346,7 +384,9 @@ class Programs:
     def step(
       state: DecodeState, numbers: tuple[jax.Array, jax.Array]
     ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
-      return self._decode_one(params, window, is_filtered, numbers, state)
+      return self._decode_one(
+        params, window, is_filtered, guided, numbers, state
+      )
 
     # The number of steps is fixed. If it depended on the slots, a GPU would
     # have to ask the host after each of them.

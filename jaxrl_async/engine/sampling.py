@@ -136,6 +136,13 @@ class Filters:
   is_allowed: Any = None
 
 
+def unpacked(bits: Int[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
+  """Return truth values from their bits, the lowest bit of each word first."""
+  places = jnp.arange(32, dtype=jnp.int32)[None, None]
+  ones = (bits[:, :, None] >> places) & 1
+  return ones.reshape(len(bits), -1)[:, :vocab_size].astype(bool)
+
+
 def row_keys(
   seed: Int[Array, ""],
   streams: Int[Array, "B"],

@@ -19,6 +19,10 @@ With a cache of pages, a sequence enters when there are pages for its prompt
 (`page_admission`). When a running sequence needs a page and none is left, the
 sequence with the latest deadline gives up its pages and waits. It keeps its
 tokens.
+
+Pages may be kept when their sequence has ended (`EngineSizes.kept_tokens`). A
+sequence that begins as it did, such as the next turn of a conversation, goes on
+from them, and prefill computes only the rest.
 """
 
 import collections
@@ -39,8 +43,6 @@ from jaxrl_async.engine import scheduler_stats
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 
-_NO_TOKENS = np.zeros((0,), np.int32)
-
 
 class Scheduler:
   """A scheduler that keeps an engine's slots full.
@@ -58,7 +60,6 @@ class Scheduler:
     engine: engine_lib.Engine,
     *,
     kv_on_adopt: sections.KvOnAdopt = sections.KvOnAdopt.RECOMPUTE,
-    shared_tokens: np.ndarray = _NO_TOKENS,
     busy: metrics_lib.BusyClock,
   ):
     """Create a scheduler without sequences.
@@ -67,7 +68,6 @@ class Scheduler:
       engine: the engine whose programs run.
       kv_on_adopt: what happens to the caches of running sequences when new
         weights are adopted.
-      shared_tokens: tokens that prompts commonly begin with; see `prefill`.
       busy: records the time of every call.
     """
     self.engine = engine
@@ -82,12 +82,14 @@ class Scheduler:
     self._next_ticket = 0
     self._calls = collections.deque[entry_lib.Call]()
     self._ended: list[sequence_lib.Sequence] = []
-    self._prefiller = prefill.Prefiller(
-      engine, shared_tokens=shared_tokens, busy=busy
-    )
     self._admission = page_admission.make(
       engine.sizes,
       steps_ahead=engine.calls_in_flight * engine.sizes.decode_steps_per_call,
+    )
+    self._prefiller = prefill.Prefiller(
+      engine,
+      admission=self._admission,
+      busy=busy,
     )
     self._state: Any = engine.init_decode_state()
 
@@ -102,6 +104,11 @@ class Scheduler:
   def num_free(self) -> int:
     """The number of slots minus the number of running and waiting sequences."""
     return self.engine.sizes.num_slots - len(self.sequences())
+
+  @property
+  def num_held_pages(self) -> int:
+    """The number of pages that running sequences hold; kept ones are free."""
+    return self._admission.num_held
 
   @property
   def room(self) -> int:
@@ -175,19 +182,38 @@ class Scheduler:
     """Adopt new weights, which the next call uses.
 
     Unless kv_on_adopt is KEEP, the caches of running sequences are rebuilt
-    under the new weights (arXiv:2505.24298, section 4.1).
+    under the new weights (arXiv:2505.24298, section 4.1). Kept pages are of no
+    use then, while with KEEP a conversation goes on over its own.
     """
     # Afterwards the host knows which sequence is in which slot. Rebuilt ones
     # can go to their own, and no later call mixes old tickets with new ones.
     self._drain()
     self._params, self._version = params, version
     self._prefiller.adopt(params)
-    self._admission.forget_contents()
+    if not self._goes_on_over_old_pages:
+      self._admission.forget_contents()
     self._unstage()
     self.stats.adoptions += 1
     self.stats.interruptions += len(self._entries)
     if self.kv_on_adopt is not sections.KvOnAdopt.KEEP:
       self._recompute()
+
+  @property
+  def _goes_on_over_old_pages(self) -> bool:
+    """Whether a sequence may begin with pages of weights before these."""
+    keeps = self.kv_on_adopt is sections.KvOnAdopt.KEEP
+    return keeps and self.engine.sizes.kept_pages > 0
+
+  def _lineage(self, sequence: sequence_lib.Sequence) -> sequence_lib.Lineage:
+    """Return which other sequences' pages a sequence may share.
+
+    If old pages are used, these are the pages of sequences that began with the
+    same weights.
+    """
+    version = self._version
+    if self._goes_on_over_old_pages and sequence.began >= 0:
+      version = sequence.began
+    return sequence_lib.Lineage(sequence.adapter, version)
 
   def _unstage(self) -> None:
     """Return sequences without a slot to the front of the queue, in order.
@@ -220,9 +246,10 @@ class Scheduler:
   def _recompute_batch(self, batch: list[entry_lib.Entry]) -> None:
     for entry in batch:
       entry.key = self._prefiller.want(
-        entry.sequence.written(), entry.sequence.adapter
+        entry.sequence.written(), self._lineage(entry.sequence)
       )
-    self._advance_prefill(is_patient=False)
+    while self._advance_prefill(is_patient=False):
+      pass
     fitting = [e for e in batch if self._take_pages(e)]
     self._preempt([e for e in batch if e not in fitting])
     self.stats.recompute_tokens += sum(e.sequence.length for e in fitting)
@@ -239,7 +266,7 @@ class Scheduler:
     """
     if self._params is None:
       raise ValueError("adopt weights before the first step")
-    while len(self._calls) < self.engine.calls_in_flight and self._has_work():
+    while len(self._calls) < self._most_calls() and self._has_work():
       self._dispatch()
     if self._calls:
       self._collect(self._calls.popleft())
@@ -253,6 +280,28 @@ class Scheduler:
       for entry in self._entries.values()
     )
 
+  def _most_calls(self) -> int:
+    """Return how many calls may be in flight.
+
+    A guide needs every token before it allows the next one.
+    """
+    return 1 if self._has_guides() else self.engine.calls_in_flight
+
+  def _has_guides(self) -> bool:
+    return any(e.sequence.guide is not None for e in self._entries.values())
+
+  def _guided(self) -> np.ndarray | None:
+    """Return the tokens that guides allow in each slot, as bits, or None."""
+    words = -(-self.engine.model.vocab_size // 32)
+    allowed = np.full((self.engine.sizes.num_slots, words), -1, np.int32)
+    is_guided = False
+    for entry in self._entries.values():
+      guide = entry.sequence.guide
+      if guide is not None and entry.slot is not None:
+        guide.allow(allowed[entry.slot])
+        is_guided = True
+    return allowed if is_guided else None
+
   def _reach(self, entry: entry_lib.Entry, num_more: int) -> int:
     """Return the most tokens of an entry after calls in flight and others."""
     calls = len(self._calls) + num_more
@@ -262,6 +311,8 @@ class Scheduler:
   def _dispatch(self) -> None:
     assert self._params is not None
     self._stage()
+    if self._has_guides():
+      self._drain()
     self._grow()
     self._offer()
     entries = self._entries.values()
@@ -277,6 +328,7 @@ class Scheduler:
         tables=self._admission.tables(
           {e.slot: e.ticket for e in entries if e.slot is not None}
         ),
+        guided=self._guided() if self._has_guides() else None,
       )
     unplaced = len(self.sequences()) - self._num_placed()
     self._calls.append(entry_lib.Call(result=result, num_unplaced=unplaced))
@@ -305,6 +357,9 @@ class Scheduler:
       num_new, num_kept = entry.sequence.take(
         result, slot, self.engine.end_tokens, self.stats.decode_steps
       )
+      # The last token is not cached yet. What later calls write is after it.
+      written = entry.sequence.written()
+      self._admission.name(entry.ticket, written[:-1])
       in_use += num_new
       if entry.sequence.stream is sampling.Stream.EVAL:
         self.stats.evaluation_tokens += num_kept
@@ -344,7 +399,7 @@ class Scheduler:
       if sizes.preemption is sections.Preemption.FAST:
         sequence.num_prefilled = sequence.length
       key = self._prefiller.want(
-        sequence.tokens[: sequence.num_prefilled], sequence.adapter
+        sequence.tokens[: sequence.num_prefilled], self._lineage(sequence)
       )
       self._prefilling.append((key, sequence))
       places -= 1
@@ -352,7 +407,12 @@ class Scheduler:
     # are needed, or until there are enough of them.
     num_staged = len(self._entries) - self._num_placed()
     if num_staged < self._num_offered() or not self._prefiller.may_wait():
-      self._advance_prefill(is_patient=self._num_placed() > 0)
+      while self._advance_prefill(is_patient=self._num_placed() > 0):
+        self._enter()
+    self._enter()
+
+  def _enter(self) -> None:
+    """Make entries of the sequences that are prefilled and find their pages."""
     for key, sequence in self._prefilling:
       if not self._prefiller.is_ready(key):
         continue
@@ -369,9 +429,12 @@ class Scheduler:
     ]
     self._forget_prefixes()
 
-  def _advance_prefill(self, *, is_patient: bool) -> None:
-    self._prefiller.advance(is_patient=is_patient)
+  def _advance_prefill(self, *, is_patient: bool) -> bool:
+    """Prefill, and return whether it has to be called again to do all."""
+    is_left = self._prefiller.advance(self._state, is_patient=is_patient)
     self.stats.prefill_tokens = self._prefiller.num_tokens
+    self.stats.cached_tokens = self._prefiller.num_cached
+    return is_left
 
   def _forget_prefixes(self) -> None:
     """Forget prefixes that no staged or soon to be staged sequence needs."""
@@ -379,7 +442,8 @@ class Scheduler:
     keys |= {key for key, _ in self._prefilling}
     coming = itertools.islice(self._waiting, self.engine.sizes.num_slots)
     keys |= {
-      prefill.key_of(s.tokens[: s.num_prefilled], s.adapter) for s in coming
+      prefill.key_of(s.tokens[: s.num_prefilled], self._lineage(s))
+      for s in coming
     }
     self._prefiller.keep_only(keys)
 
@@ -387,10 +451,18 @@ class Scheduler:
     """Offer staged sequences to whichever slots are idle on the device.
 
     Some were already offered to the call before, which has not been read yet.
-    The device does not take an offer twice.
+    The device does not take an offer twice. With a guide the host chooses the
+    slots, because it has to say what each of them may draw.
     """
     staged = [e for e in self._entries.values() if e.slot is None]
-    self._insert(staged[: self._num_offered()])
+    staged = staged[: self._num_offered()]
+    if self._has_guides():  # no call is in flight, so the host knows them
+      used = {e.slot for e in self._entries.values()}
+      free = [s for s in range(self.engine.sizes.num_slots) if s not in used]
+      staged = staged[: len(free)]
+      for entry, slot in zip(staged, free, strict=False):
+        entry.slot = slot
+    self._insert(staged)
 
   def _num_offered(self) -> int:
     """Return how many staged sequences the next call can take.
@@ -434,15 +506,19 @@ class Scheduler:
       entry.ticket,
       entry.sequence.tokens[: length - 1],  # the last one is not cached yet
       self._prefiller.bucket(length),
-      entry.sequence.adapter,
+      self._lineage(entry.sequence),
     )
     if new is None:
       return False
     entry.sequence.record_cache(self._version)
+    row = self._prefiller.get(entry.key)
+    if entry.sequence.num_cached is None:
+      entry.sequence.num_cached = row.num_cached
     if new.size:
-      prefix, row = self._prefiller.get(entry.key)
       with self._busy.record("prefill"):
-        self._state = self.engine.fill_pages(prefix, row, self._state, new)
+        self._state = self.engine.fill_pages(
+          row.prefix, row.index, self._state, new
+        )
     return True
 
   def _grow(self) -> None:

@@ -7,6 +7,8 @@ import dataclasses
 class SchedulerStats:
   """Counts since the start.
 
+  `prefill_tokens` were computed by prefill, and `cached_tokens` did not have to
+  be, because pages held them that were kept from other sequences or turns.
   `generated_tokens` are those of all sequences but the answers of evaluations,
   which are counted apart. `decode_steps` are those of calls that were read. The
   last two give the occupancy over the calls in which a sequence waited for a
@@ -16,6 +18,7 @@ class SchedulerStats:
   generated_tokens: int = 0
   evaluation_tokens: int = 0
   prefill_tokens: int = 0
+  cached_tokens: int = 0
   recompute_tokens: int = 0
   adoptions: int = 0
   interruptions: int = 0

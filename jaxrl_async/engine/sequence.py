@@ -5,7 +5,7 @@ after an interruption, a preemption or a crash, these tokens are cached again.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 import numpy as np
@@ -18,6 +18,27 @@ from jaxrl_async.engine import sampling
 # returns how many of these tokens belong to the completion (at least 1). Until
 # then it returns None.
 StopCheck = Callable[[np.ndarray], int | None]
+
+
+@runtime_checkable
+class Guide(Protocol):
+  """Decides which token a sequence may have next, from those it has.
+
+  Attributes:
+    error: why it can decide nothing more, or "".
+  """
+
+  @property
+  def error(self) -> str: ...
+
+  def allow(self, row: Int[np.ndarray, "W"]) -> None:
+    """Set the bits of the tokens that are allowed, and no others.
+
+    At least one is allowed.
+    """
+
+  def take(self, tokens: Int[np.ndarray, "T"]) -> None:
+    """Take the tokens that were drawn since the last call."""
 
 
 class Owner(NamedTuple):
@@ -34,6 +55,19 @@ class Owner(NamedTuple):
   number: int
 
 
+class Lineage(NamedTuple):
+  """What cached keys and values depend on, besides their tokens.
+
+  Attributes:
+    adapter: number of the adapter that they were made with.
+    version: sequences that began with other weights have another lineage. It
+      is the current version for all sequences whose caches are of it alone.
+  """
+
+  adapter: int = 0
+  version: int = 0
+
+
 class Sequence:
   """The tokens of a sequence and what is recorded for each of them.
 
@@ -42,6 +76,7 @@ class Sequence:
       with the seed of the run.
     settings: how its tokens are drawn.
     stop: looks for stop strings in the completion.
+    guide: decides which tokens may be drawn; None allows all.
     limit: number of tokens at which the sequence ends.
     deadline: when pages run out, the sequence with the latest deadline is
       preempted first.
@@ -57,6 +92,10 @@ class Sequence:
     policy_versions: version of the weights that drew them; -1 for other tokens.
     finish_reason: why the completion ended; None while it has not.
     cache_builds: how its caches were made, by increasing length.
+    began: version of the weights that made the first cache from which a token
+      was drawn, in an earlier turn if there was one; -1 if no token was drawn.
+    num_cached: number of its tokens that its first prefill did not compute,
+      because they were in kept pages; None before this prefill.
   """
 
   def __init__(
@@ -72,6 +111,7 @@ class Sequence:
     deadline: int = 0,
     owner: Owner | None = None,
     adapter: int = 0,
+    guide: Guide | None = None,
   ):
     """Create a sequence that consists of its prompt, of at most `limit` tokens.
 
@@ -80,6 +120,7 @@ class Sequence:
     self.stream, self.group, self.member = stream, group, member
     self.settings = settings
     self.stop = stop
+    self.guide = guide
     self.limit = limit
     self.deadline = deadline
     self.owner = owner
@@ -92,6 +133,8 @@ class Sequence:
     self.policy_versions = np.full((limit,), -1, np.int32)
     self.finish_reason: types.FinishReason | None = None
     self.cache_builds: list[types.CacheBuild] = []
+    self.began = -1
+    self.num_cached: int | None = None
     self.extend_prompt(prompt_tokens)
 
   def extend_prompt(self, tokens: Int[np.ndarray, "T"]) -> None:
@@ -109,6 +152,9 @@ class Sequence:
     self.loss_mask[:n] = trajectory.loss_mask
     self.behavior_logprobs[:n] = trajectory.behavior_logprobs
     self.policy_versions[:n] = trajectory.policy_versions
+    builds = trajectory.cache_builds
+    if builds and trajectory.loss_mask.any():
+      self.began = builds[0].version
 
   def record_cache(self, version: int) -> None:
     """Record that its tokens so far are cached with a version of the weights.
@@ -191,6 +237,8 @@ class Sequence:
     if builds[-1].decode_step < 0:
       builds[-1] = builds[-1]._replace(decode_step=decode_step)
     new = np.flatnonzero(result.is_valid[slot])  # without replayed tokens
+    if self.began < 0 and len(new):
+      self.began = builds[0].version
     tokens = result.tokens[slot, new]
     kept = self.stop(tokens) if self.stop is not None and len(new) else None
     num_kept = len(new) if kept is None else kept
@@ -199,6 +247,8 @@ class Sequence:
       result.logprobs[slot, new[:num_kept]],
       result.policy_versions[slot, new[:num_kept]],
     )
+    if self.guide is not None and num_kept:
+      self.guide.take(tokens[:num_kept])
     if kept is not None:
       self.finish_reason = types.FinishReason.STOP
     elif result.has_ended[slot]:

@@ -7,13 +7,16 @@ evaluation may begin where an earlier one was stopped.
 
 import collections
 from collections.abc import Callable, Iterable, Iterator
+import contextlib
 import dataclasses
-import itertools
+import queue
 
 from jaxrl_async import types
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import environment as environment_lib
+from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.rollout import replica as replica_lib
 from jaxrl_async.rollout.questions import Answer
@@ -23,6 +26,8 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 # of them none is taken, so that slow rewards do not fill the memory.
 _UNSCORED_PER_SLOT = 16
 _LOOK_S = 0.5
+_WAIT_S = 0.2
+_ENGINE = "engine"
 
 
 class EvaluationError(supervisor_lib.RunError):
@@ -33,6 +38,7 @@ def write(
   scheduler: scheduler_lib.Scheduler,
   questions: Iterable[questions_lib.Question],
   tokenizer: tokenizer_lib.Tokenizer,
+  environment: environment_lib.Environment | None = None,
 ) -> Iterator[list[Answer]]:
   """Yield the answers that each step of a scheduler ends.
 
@@ -41,23 +47,50 @@ def write(
       iterator until that has ended.
     questions: begun in this order, few at a time.
     tokenizer: of the policy, to find the texts that end answers.
+    environment: has the episodes; without it answers have a single turn.
   """
-  waiting = enumerate(questions, 1)
-  asked: dict[int, questions_lib.Question] = {}
-  while True:
-    for number, one in itertools.islice(waiting, max(scheduler.room, 0)):
-      asked[-number] = one
-      turn = questions_lib.turn_of(
-        one, -number, scheduler.engine.sizes.cache_tokens
+  environment = environment or environment_lib.Environment()
+  sizes = scheduler.engine.sizes
+  asked = questions_lib.Questions(
+    max_tokens=sizes.cache_tokens,
+    num_slots=sizes.num_slots,
+    environment=environment,
+  )
+  answers = asked.ask(questions, 0, is_alone=True)
+  num_known: dict[tuple[int, int], int] = {}
+  while asked.num_missing or not answers.empty():
+    ask = messages.Ask(replica=_ENGINE, version=0, room=max(scheduler.room, 0))
+    for turn in asked.admit(ask):
+      sequence = replica_lib.sequence_of(turn, tokenizer)
+      num_known[turn.admission.index, sequence.member] = sequence.length
+      scheduler.submit(sequence)
+    ended = [] if scheduler.is_idle else scheduler.step()
+    for one in ended:
+      assert one.owner is not None
+      index = one.owner.number
+      begin = num_known.pop((index, one.member))
+      asked.report(
+        _ENGINE,
+        messages.Written(
+          group=index, begin=begin, trajectory=one.trajectory(begin)
+        ),
       )
-      scheduler.submit(replica_lib.sequence_of(turn, tokenizer))
-    if scheduler.is_idle:
-      return
-    yield [
-      Answer(asked.pop(one.owner.number), one.trajectory())
-      for one in scheduler.step()
-      if one.owner is not None
-    ]
+    environment.fail_late()
+    # With nothing to write, an episode has to answer.
+    may_wait = scheduler.is_idle and environment.num_waiting > 0
+    with contextlib.suppress(queue.Empty):
+      asked.take(environment.answers.get(may_wait, _WAIT_S))
+      while True:
+        asked.take(environment.answers.get_nowait())
+    yield _taken(answers)
+
+
+def _taken(answers: "queue.SimpleQueue[Answer]") -> list[Answer]:
+  found = []
+  with contextlib.suppress(queue.Empty):
+    while True:
+      found.append(answers.get_nowait())
+  return found
 
 
 def scored(
@@ -83,6 +116,9 @@ def scored(
   for step in written:
     check()
     for answer in step:
+      if answer.failure is not None:  # its episode has failed
+        yield answer
+        continue
       handle = rewards.submit(answer.question.prompt.item, [answer.trajectory])
       unscored.append((answer, handle))
     # A handle is asked before its turn too, because that starts its retries.

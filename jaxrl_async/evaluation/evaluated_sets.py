@@ -82,7 +82,7 @@ def _measured(
       is_truncated=trajectory.finish_reason is types.FinishReason.LENGTH,
       answer=trajectory.reward and trajectory.reward.answer,
     )
-    for question, trajectory, _ in answers
+    for question, trajectory, *_ in answers
   ]
   samples = answers[0].question.settings.samples
   values = answer_results.by_question(

@@ -38,6 +38,7 @@ from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import reward_terms
 from jaxrl_async.rewards import service as service_lib
+from jaxrl_async.rollout import environment as environment_lib
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.storage import columns
 from jaxrl_async.storage import disk
@@ -192,7 +193,8 @@ def _write(
   rewards = service_lib.RewardService(
     assembly.make_scorers(task, tokenizer), num_workers=task.reward_workers
   )
-  with contextlib.closing(rewards):
+  environment = assembly.make_environment(setup, None)
+  with contextlib.closing(rewards), _closing(environment, plan.config):
     rewards.warm_up()
     version, params = stored_policy.load(stored, setup)
     engine, engine_params = assembly.engine_with(setup, params, version)
@@ -203,7 +205,7 @@ def _write(
       task.dataset, plan.prompts, plan.settings, list(file_of)
     )
     answers = answers_lib.scored(
-      answers_lib.write(scheduler, asked, tokenizer),
+      answers_lib.write(scheduler, asked, tokenizer, environment),
       rewards=rewards,
       num_slots=engine.sizes.num_slots,
       check=check,
@@ -222,6 +224,16 @@ def _write(
         block.sort(key=lambda row: (row["question"], row["sample"]))
         columns.write(path, rows.pop(path), _SCHEMA)
       yield answer
+
+
+@contextlib.contextmanager
+def _closing(
+  environment: environment_lib.Environment, config: sections.Config
+) -> Iterator[None]:
+  try:
+    yield
+  finally:
+    environment.close(config.run.join_timeout_s)
 
 
 def _results(
@@ -287,6 +299,7 @@ def prepare(
     f"{wanted.samples} greedy answers are all the same; use 1, or"
     " --config.eval.temperature=1.0",
   )
+  assembly.episode_of(config.task)
   terms = reward_terms.of_task(config.task)
   reward_terms.try_out(terms)
   questions = _questions(config, wanted, tokenizer)
@@ -465,7 +478,7 @@ def _records(path: pathlib.Path, num_rows: int) -> list[answer_results.Record]:
 def _row(
   plan: Plan, answer: answers_lib.Answer, tokenizer: tokenizer_lib.Tokenizer
 ) -> dict[str, Any]:
-  (_, number, sample, prompt, _), trajectory, failure = answer
+  (_, number, sample, prompt, _), trajectory, failure, _ = answer
   completion = completion_lib.of_trajectory(trajectory, tokenizer)
   reward, text = trajectory.reward, completion.text
   if reward is None:

@@ -227,7 +227,7 @@ class Block(nnx.Module):
     self, module: str, equation: str, x: jax.Array, rows: jax.Array | None
   ) -> jax.Array:
     """Return a product with a kernel, and with its adapter if it has one."""
-    product = _project(equation, x, getattr(self, module)[...])
+    product = _project(equation, x, getattr(self, module).get_value())
     lora = self.config.lora
     if lora is None or module not in lora.modules:
       return product
@@ -336,7 +336,7 @@ class Decoder(nnx.Module):
     if self.config.has_tied_head:
       table = self.embedding[...].astype(hidden.dtype)
       return products.contract(hidden, table, (1,), jnp.float32)
-    head = self.output_head[...]
+    head = self.output_head.get_value()
     return quantization.project("...d,dv->...v", hidden, head, jnp.float32)
 
   def scalars(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B"]:

@@ -244,6 +244,7 @@ def rollout(
   *,
   published: int,
   base: int = 0,
+  on_cpu: bool = False,
 ) -> dict[str, int]:
   """Return the large parts of a rollout device's memory, in bytes by name.
 
@@ -254,17 +255,19 @@ def rollout(
     section: the section with the slots, the prefill buckets and the cache.
     published: bytes of one version of the weights, before they are sharded.
     base: likewise of the weights that all versions share.
+    on_cpu: whether the devices are CPUs, on which the cache is float32.
   """
 
   def parts(axis: str) -> int:
     return shape.parts(getattr(rules, axis))
 
   itemsize = BYTES[section.dtype]
+  cached = BYTES["float32"] if on_cpu else itemsize
   in_pages = section.num_pages * section.page_tokens
   if in_pages:
-    cache = model.cache_bytes(tokens=in_pages, itemsize=itemsize)
+    cache = model.cache_bytes(tokens=in_pages, itemsize=cached)
   else:
-    slot = model.slot_bytes(tokens=section.cache_tokens, itemsize=itemsize)
+    slot = model.slot_bytes(tokens=section.cache_tokens, itemsize=cached)
     cache = section.num_slots * slot
   slots = 1 if in_pages else parts("batch")
   kept = _kept(
@@ -282,7 +285,7 @@ def rollout(
     **({"base": base // split} if base else {}),
     "cache": cache,
     "prefill": rows * bucket * kept,
-    "prefilled": model.cache_bytes(tokens=rows * bucket, itemsize=itemsize)
+    "prefilled": model.cache_bytes(tokens=rows * bucket, itemsize=cached)
     // parts("kv_heads"),
   }
 

@@ -73,6 +73,7 @@ def load(
   *,
   num_slots: int = 0,
   cache_tokens: int = 0,
+  kept_tokens: int = 0,
   max_positions: int = 0,
 ) -> Policy:
   """Load a policy in the format in which the run's devices hold it.
@@ -83,6 +84,7 @@ def load(
     cache_tokens: replaces the cache length of its config; 0 keeps it. For a
       pretrained model, 0 means 1024, or as many as it was made for if these are
       fewer.
+    kept_tokens: replaces `rollout.kept_tokens` of its config; 0 keeps it.
     max_positions: replaces `model.max_positions` of its config; 0 keeps it.
 
   Raises:
@@ -96,6 +98,8 @@ def load(
   config.rollout.num_slots = num_slots or config.rollout.num_slots
   if cache_tokens:
     engine_sizes.set_cache_tokens(config.rollout, cache_tokens)
+  if kept_tokens:
+    engine_sizes.set_kept_tokens(config.rollout, kept_tokens)
   config.model.max_positions = max_positions or config.model.max_positions
   setup = setup_lib.resolve(
     stored_policy.own_config(stored),

@@ -27,6 +27,7 @@ class RecordedTrajectory:
 
   Attributes:
     reward: without its parts and its answer.
+    events: the calls that its episode made.
     digest: of its tokens, as `timing_record.digest` returns it.
   """
 
@@ -35,6 +36,7 @@ class RecordedTrajectory:
   finish_reason: types.FinishReason
   cache_builds: tuple[types.CacheBuild, ...]
   reward: types.Reward | None
+  events: tuple[types.Event, ...]
   digest: str
 
 
@@ -274,8 +276,9 @@ def _trajectories(record: dict[str, Any]) -> Iterator[RecordedTrajectory]:
     zip(*[record["caches"][x] for x in types.CacheBuild._fields], strict=True),
   )
   columns = record["trajectories"]
-  if columns["token_scores"] is None:
-    columns["token_scores"] = [None] * len(columns["member"])
+  for name, missing in (("token_scores", None), ("events", ())):
+    if columns[name] is None:
+      columns[name] = [missing] * len(columns["member"])
   for i, row in enumerate(_rows(columns)):
     at = i * timing_record.DIGEST_LENGTH
     yield RecordedTrajectory(
@@ -289,6 +292,7 @@ def _trajectories(record: dict[str, Any]) -> Iterator[RecordedTrajectory]:
         score=row["score"],
         token_scores=outstanding_lib.read_token_scores(row["token_scores"]),
       ),
+      events=tuple(types.Event(*x) for x in row["events"]),
       digest=record["digests"][at : at + timing_record.DIGEST_LENGTH],
     )
 

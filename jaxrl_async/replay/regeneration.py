@@ -19,6 +19,7 @@ from jaxrl_async.replay import recorded_timing
 from jaxrl_async.replay import replay_differences
 from jaxrl_async.replay import replay_prompts
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rollout import environment as environment_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import rewriting as rewriting_lib
 from jaxrl_async.training import trainer as trainer_lib
@@ -38,14 +39,14 @@ class Regeneration:
     trainer: trainer_lib.Trainer,
     prompts: replay_prompts.RecordedPrompts,
     begun: Sequence[types.RolloutGroup],
-    episode: episode_lib.Episode,
+    environment: environment_lib.Environment,
   ):
     """Build an engine of the run; groups that `begun` holds go on."""
     self.num_generated = self.num_restored = 0
     self._trainer = trainer
     self._prompts = prompts
     self._begun = {group.index: group for group in begun}
-    self._episode = episode
+    self._environment = environment
     # A loss decides nothing about how turns are generated.
     self._settings = assembly.coordinator_settings(
       setup.config, has_own_loss=False
@@ -74,21 +75,24 @@ class Regeneration:
   ) -> "_Group":
     begun = self._begun.pop(recorded.index, None)
     prompt = self._prompts.take(recorded) if begun is None else begun.prompt
-    of_member: Mapping[int, types.Trajectory] = {}
+    of_member: Mapping[int, list[types.Trajectory]] = {}
     if begun is not None:
-      of_member = {t.member: t for t in begun.trajectories}
-    members = []
-    for one in recorded.trajectories:
+      of_member = {b[0].member: b for b in begun.branches()}
+    members, restored = [], []
+    for branches in types.by_member(recorded.trajectories):
+      member = branches[0].member
+      restored += of_member.get(member, [])
       try:
         members.append(
           rewriting_lib.Rewritten(
             recorded.admission,
             prompt,
-            one.cache_builds,
-            self._episode(prompt),
+            [one.cache_builds for one in branches],
+            self._environment,
             self._settings,
-            begun=of_member.get(one.member),
-            member=one.member,
+            begun=of_member.get(member, []),
+            events=branches[0].events,
+            member=member,
           )
         )
       except (rewriting_lib.RewritingError, episode_lib.EpisodeError) as error:
@@ -101,7 +105,6 @@ class Regeneration:
           " run.exact_resume=True are a beginning"
         ) from error
     self._rewriting.add(members)
-    restored = [of_member.get(one.member) for one in recorded.trajectories]
     return _Group(
       prompt=prompt, members=members, num_restored=_num_tokens(restored)
     )
@@ -133,14 +136,14 @@ class Regeneration:
     for one, recorded in zip(
       self._open.pop(step.step), step.groups, strict=True
     ):
+      rewards = {t.member: t.reward for t in recorded.trajectories}
       group = types.RolloutGroup(
         admission=recorded.admission,
         prompt=one.prompt,
         trajectories=[
-          dataclasses.replace(member.trajectory, reward=trajectory.reward)
-          for member, trajectory in zip(
-            one.members, recorded.trajectories, strict=True
-          )
+          dataclasses.replace(branch, reward=rewards.get(branch.member))
+          for member in one.members
+          for branch in member.branches
         ],
       )
       self.num_restored += one.num_restored
@@ -162,6 +165,6 @@ class _Group:
   num_restored: int
 
 
-def _num_tokens(trajectories: Iterable[types.Trajectory | None]) -> int:
+def _num_tokens(trajectories: Iterable[types.Trajectory]) -> int:
   """Return the number of tokens that the policy generated in all of them."""
-  return sum(one.num_completion_tokens for one in trajectories if one)
+  return sum(one.num_completion_tokens for one in trajectories)

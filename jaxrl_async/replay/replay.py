@@ -88,7 +88,7 @@ def replay(
   initial_params: transformer.Params | None = None,
   source: source_lib.Source | None = None,
   loss: objectives.Loss | None = None,
-  episode: episode_lib.Episode = episode_lib.single_turn,
+  episode: episode_lib.Episode | None = None,
   xla_flags: str = "",
 ) -> Result:
   """Replay a run, and compare it with the record.
@@ -225,8 +225,12 @@ class _Replay:
       stop=self._stop,
     )
     closing.callback(prompts.close)
+    environment = assembly.make_environment(
+      self._setup, self._given.episode, is_replay=True
+    )
+    closing.callback(environment.close, self._setup.config.run.join_timeout_s)
     return regeneration.Regeneration(
-      self._setup, self._trainer, prompts, begun, self._given.episode
+      self._setup, self._trainer, prompts, begun, environment
     )
 
   def _begin(

@@ -78,6 +78,12 @@ def part(
     " recorded",
   )
   sections.require(
+    not config.rollout.kept_tokens,
+    "workdir",
+    "with rollout.kept_tokens a cache is of several programs, which is not"
+    " recorded",
+  )
+  sections.require(
     first == used.step or config.run.exact_resume,
     "from_step",
     "groups were being generated when this checkpoint was taken, and the run"

@@ -19,6 +19,9 @@ many belong to each group and to each trajectory. `digests` are those of what
 was written, one after the other in one text. `sums` are the numbers that the
 updates measured, of each minibatch. `recorded_timing` reads the file.
 
+Of an episode the record has the calls that it made (`types.Event`); its
+rewards follow from them. `events` is null if there are none in the step.
+
 Of a reward the record has what is trained on. Its parts are in the ledger,
 and so are the replicas that wrote a trajectory. No part of the books but the
 samples needs the answers.
@@ -167,6 +170,9 @@ def _columns(groups: Sequence[types.RolloutGroup]) -> dict[str, Any]:
   trajectories = [t for group in groups for t in group.trajectories]
   rewards = [t.reward for t in trajectories]
   scores = [r and outstanding_lib.token_scores_record(r) for r in rewards]
+  events = [
+    [event for event in t.events if event.is_call] for t in trajectories
+  ]
   caches = [cache for t in trajectories for cache in t.cache_builds]
   of_caches = zip(*caches, strict=True) if caches else _NO_CACHES
   return {
@@ -184,6 +190,7 @@ def _columns(groups: Sequence[types.RolloutGroup]) -> dict[str, Any]:
       "finish_reason": [t.finish_reason for t in trajectories],
       "score": [r and r.score for r in rewards],
       "token_scores": scores if any(x is not None for x in scores) else None,
+      "events": events if any(events) else None,
       "num_caches": [len(t.cache_builds) for t in trajectories],
     },
     "caches": dict(zip(types.CacheBuild._fields, of_caches, strict=True)),

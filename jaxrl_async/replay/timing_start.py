@@ -14,7 +14,6 @@ from jaxrl_async.data import source as source_lib
 from jaxrl_async.devices import xla_flags
 from jaxrl_async.engine import row_check
 from jaxrl_async.replay import timing_record
-from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.storage import config_json
 
 KEY = "timing"  # of the host state: the length of the file
@@ -35,9 +34,7 @@ def environment(
     "num_devices": jax.device_count(),
     "xla_flags": given.xla_flags or xla_flags.current(),
     "loss": None if given.loss is None else _name(given.loss),
-    "episode": None
-    if given.episode is episode_lib.single_turn
-    else _name(given.episode),
+    "episode": None if given.episode is None else _name(given.episode),
     "dataset": None if given.source is None else given.source.name,
     "data": dict(data.versions),
   }

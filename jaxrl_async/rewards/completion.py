@@ -5,7 +5,7 @@ scores the group turns them into text (`of_group`). Text for people is made
 where it is shown, with `of_trajectory`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 
 from jaxtyping import Bool, Int32
@@ -22,9 +22,14 @@ class Unscored:
   Attributes:
     lengths: number of tokens of each trajectory.
     loss_mask: True for tokens that the policy generated.
+    rewards: what episodes gave for turns, of each trajectory by turn; () if
+      none gave any.
+    parts: of these rewards, of each trajectory by name; () if none gave any.
   """
 
   lengths: tuple[int, ...]
+  rewards: tuple[dict[int, float], ...] = ()
+  parts: tuple[dict[str, float], ...] = ()
   finish_reasons: tuple[FinishReason, ...]
   tokens: Int32[np.ndarray, "T"]
   loss_mask: Bool[np.ndarray, "T"]
@@ -42,9 +47,12 @@ def pack(trajectories: Sequence[Trajectory]) -> Unscored:
       raise ValueError(f"trajectory {trajectory.member} has not ended")
     reasons.append(trajectory.finish_reason)
   empty = np.zeros(0, np.int32), np.zeros(0, bool)
+  has_events = any(t.events for t in trajectories)
   return Unscored(
     lengths=tuple([len(t.tokens) for t in trajectories]),
     finish_reasons=tuple(reasons),
+    rewards=tuple([t.turn_rewards() for t in trajectories]) * has_events,
+    parts=tuple([t.reward_parts() for t in trajectories]) * has_events,
     tokens=np.concatenate([empty[0], *[t.tokens for t in trajectories]]),
     loss_mask=np.concatenate([empty[1], *[t.loss_mask for t in trajectories]]),
   )
@@ -63,12 +71,22 @@ def of_group(
     return prompts[key]
 
   found, start = [], 0
-  for length, reason in zip(
-    unscored.lengths, unscored.finish_reasons, strict=True
+  nothing = ({},) * len(unscored.lengths)
+  for length, reason, rewards, of_rewards in zip(
+    unscored.lengths,
+    unscored.finish_reasons,
+    unscored.rewards or nothing,
+    unscored.parts or nothing,
+    strict=True,
   ):
     part = slice(start, start + length)
     tokens, mask = unscored.tokens[part], unscored.loss_mask[part]
-    found.append(_completion(tokens, mask, reason, tokenizer, of_prompt))
+    found.append(
+      dataclasses.replace(
+        _completion(tokens, mask, reason, tokenizer, of_prompt, rewards),
+        parts=of_rewards,
+      )
+    )
     start += length
   return found
 
@@ -94,6 +112,7 @@ def _completion(
   finish_reason: FinishReason,
   tokenizer: tokenizer_lib.Tokenizer,
   of_prompt: Callable[[np.ndarray], str],
+  rewards: Mapping[int, float],
 ) -> Completion:
   written = tokens[mask]
   text = tokenizer.decode(written)
@@ -111,6 +130,7 @@ def _completion(
         if len(begins) == 1
         else tokenizer.decode(tokens[middle:end]),
         num_tokens=int(end - middle),
+        reward=rewards.get(len(turns), 0.0),
       )
     )
   return Completion(

@@ -26,6 +26,7 @@ SHIPPED: Mapping[str, str] = {
   "ended": "jaxrl_async.rewards.match:ended",
   "matches": "jaxrl_async.rewards.match:matches",
   "overlong": "jaxrl_async.rewards.match:overlong",
+  "episode": "jaxrl_async.rewards.turn_rewards:episode",
 }
 
 
@@ -60,26 +61,18 @@ def scorer(
 def find(name: str) -> types.FunctionType:
   """Return the function of a name, or that of `module:function`.
 
-  The module is imported here, and in the reward processes by its name. It has
-  to be in the directories of `sys.path`.
+  The module is imported here, and in the reward processes by its name.
 
   Raises:
     ValueError: there is none, with what would be right.
   """
-  place = SHIPPED.get(name, name)
-  module_name, has_colon, function_name = place.partition(":")
-  if not (has_colon and module_name and function_name):
-    raise ValueError(
-      f"there is no reward {name!r}; use one of {', '.join(SHIPPED)},"
-      " module:function, or http://HOST:PORT/PATH"
-    )
-  try:
-    module = user_code.module(module_name)
-  except user_code.UserCodeError as error:
-    raise ValueError(f"{name!r} cannot be imported: {error}") from error
-  function = getattr(module, function_name, None)
+  function = user_code.function(
+    SHIPPED.get(name, name),
+    f"there is no reward {name!r}; use one of {', '.join(SHIPPED)},"
+    " module:function, or http://HOST:PORT/PATH",
+  )
   if not isinstance(function, types.FunctionType):
-    raise ValueError(f"{module_name} has no function {function_name!r}")
+    raise ValueError(f"{name!r} is callable, but no function")
   return function
 
 

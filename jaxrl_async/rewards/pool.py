@@ -4,7 +4,7 @@ Each attempt at a term of a group is one task of the pool: 32 groups of 16 cost
 32 round trips, not 512.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 import dataclasses
 import multiprocessing
@@ -12,6 +12,7 @@ import pickle
 import signal
 import threading
 import time
+from typing import Any
 
 import pebble
 
@@ -32,31 +33,143 @@ class Closed(RuntimeError):
     super().__init__("the reward service is closed")
 
 
+class Broke(RuntimeError):
+  """The pool broke, or the task was cancelled, before it ended."""
+
+
+class Processes:
+  """Forked processes that run functions of importable modules.
+
+  A pool that broke, as one does whose idle process was killed, is replaced when
+  something is to be run next. The tasks that it held have failed.
+
+  Threads: any thread may call any method. `_lock` guards the pool in use.
+  """
+
+  def __init__(
+    self,
+    num_workers: int,
+    *,
+    initializer: Callable[..., Any] | None = None,
+    initargs: Sequence[Any] = (),
+  ):
+    """Prepare the pool, whose processes start with the first task.
+
+    Args:
+      num_workers: how many processes.
+      initializer: is called in each process that starts.
+      initargs: its arguments.
+    """
+    self.num_workers = num_workers
+    self._initializer, self._initargs = initializer, initargs
+    self._lock = threading.Lock()
+    self.is_closed = False
+    self._stopping: list[threading.Thread] = []
+    multiprocessing.set_forkserver_preload([scoring.PRELOAD])
+    self._pool = self._new_pool()
+
+  def run(
+    self,
+    function: Callable[..., Any],
+    arguments: Sequence[Any] = (),
+    timeout_s: float | None = None,
+  ) -> "Running":
+    """Start a task.
+
+    The process of a task is killed so many seconds after it has taken up the
+    task.
+
+    Raises:
+      Closed: the pool was closed before.
+    """
+    with self._lock:
+      if self.is_closed:
+        raise Closed
+      if not self._pool.active:
+        self._stop()
+        self._pool = self._new_pool()
+      future = self._pool.schedule(function, args=arguments, timeout=timeout_s)
+      return Running(self, self._pool, future)
+
+  def close(self, timeout_s: float) -> None:
+    """End the processes, and give up the tasks that are under way.
+
+    Raises:
+      TimeoutError: the processes did not end in time.
+    """
+    with self._lock:
+      if not self.is_closed:
+        self.is_closed = True
+        self._stop()
+    deadline = time.monotonic() + timeout_s
+    for thread in self._stopping:
+      thread.join(max(0.0, deadline - time.monotonic()))
+      if thread.is_alive():
+        raise TimeoutError(
+          f"reward processes did not end within {timeout_s:g} s"
+        )
+
+  def _new_pool(self) -> pebble.ProcessPool:
+    return pebble.ProcessPool(
+      max_workers=self.num_workers,
+      initializer=self._initializer,
+      initargs=self._initargs,
+      context=multiprocessing.get_context("forkserver"),
+    )
+
+  def _stop(self) -> None:
+    """Stop the pool on a separate thread, since pebble's join may last."""
+    self._pool.stop()
+    thread = threading.Thread(
+      target=self._pool.join, name="stop processes", daemon=True
+    )
+    thread.start()
+    self._stopping.append(thread)
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+  """A task that was given to a pool of processes."""
+
+  owner: Processes
+  processes: pebble.ProcessPool
+  future: futures.Future
+
+  def is_done(self) -> bool:
+    """Return whether the future is done.
+
+    Raises:
+      Closed: the pool was closed before.
+      Broke: the task will never end.
+    """
+    if self.future.done() and not self.future.cancelled():
+      return True
+    if self.owner.is_closed:
+      raise Closed
+    if self.future.cancelled() or not self.processes.active:
+      raise Broke
+    return False
+
+
 class Pool:
   """Forked processes that score.
 
   An attempt ends within `Scorers.max_attempt_s` + `GRACE_S` seconds after a
   process has taken it up. This holds because each score runs under a timer in
   its process. A process that ignores the timer is killed by the kernel or, as a
-  last resort, by pebble. A pool that broke, as one does whose idle process was
-  killed, is replaced when something is to be scored next. The attempts that it
-  held have failed.
+  last resort, by pebble.
 
-  Threads: any thread may call any method. `_lock` guards the pool in use.
+  Threads: any thread may call any method.
   """
 
   def __init__(self, scorers: scoring.Scorers, num_workers: int):
     """Start the processes, which import their libraries in the background."""
     self._scorers = scorers
-    self._num_workers = num_workers
     # The tokenizer may be large, and every process that is started gets it.
-    self._pickled = pickle.dumps(scorers)
-    self._lock = threading.Lock()
-    self._is_closed = False
-    self._stopping: list[threading.Thread] = []
-    multiprocessing.set_forkserver_preload([scoring.PRELOAD])
-    self._pool = self._new_pool()
-    self._greetings: futures.Future[Sequence[futures.Future]] = futures.Future()
+    self._processes = Processes(
+      num_workers, initializer=scoring.begin, initargs=(pickle.dumps(scorers),)
+    )
+    self._greetings: futures.Future[Sequence[Running]] = futures.Future()
     # It waits for the fork server's imports.
     threading.Thread(
       target=self._greet, name="start reward processes", daemon=True
@@ -73,7 +186,7 @@ class Pool:
     deadline = time.monotonic() + timeout_s
     for greeting in self._greetings.result(timeout=timeout_s):
       try:
-        is_preloaded, has_jax = greeting.result(
+        is_preloaded, has_jax = greeting.future.result(
           timeout=max(0.0, deadline - time.monotonic())
         )
       except user_code.UserCodeError as error:
@@ -89,83 +202,44 @@ class Pool:
           "before the reward service; make the service first"
         )
 
-  def score(self, attempt: scoring.Attempt) -> "Running":
+  def score(self, attempt: scoring.Attempt) -> "Attempted":
     """Start an attempt.
 
     Raises:
       Closed: the pool was closed before.
     """
-    with self._lock:
-      if self._is_closed:
-        raise Closed
-      if not self._pool.active:
-        self._stop()
-        self._pool = self._new_pool()
-      future = self._pool.schedule(
-        scoring.score,
-        args=(attempt,),
-        timeout=self._scorers.max_attempt_s(attempt) + GRACE_S,
-      )
-      return Running(self, self._pool, future)
+    timeout_s = self._scorers.max_attempt_s(attempt) + GRACE_S
+    return Attempted(self._processes.run(scoring.score, (attempt,), timeout_s))
 
   def close(self, timeout_s: float) -> None:
-    """End the processes, and give up the attempts that are under way.
-
-    Raises:
-      TimeoutError: the processes did not end in time.
-    """
-    with self._lock:
-      if not self._is_closed:
-        self._is_closed = True
-        self._stop()
-    deadline = time.monotonic() + timeout_s
-    for thread in self._stopping:
-      thread.join(max(0.0, deadline - time.monotonic()))
-      if thread.is_alive():
-        raise TimeoutError(
-          f"reward processes did not end within {timeout_s:g} s"
-        )
+    """Do what `Processes.close` does."""
+    self._processes.close(timeout_s)
 
   def _greet(self) -> None:
     """Start the processes, with one task for each of them."""
-    greetings = []
     try:
-      with self._lock:
-        if not self._is_closed:
-          greetings = [
-            self._pool.schedule(scoring.loaded_modules)
-            for _ in range(self._num_workers)
-          ]
+      greetings = [
+        self._processes.run(scoring.loaded_modules)
+        for _ in range(self._processes.num_workers)
+      ]
+    except Closed:
+      self._greetings.set_result([])
     except BaseException as error:  # `warm_up` raises it
       self._greetings.set_exception(error)
     else:
       self._greetings.set_result(greetings)
 
-  def _new_pool(self) -> pebble.ProcessPool:
-    return pebble.ProcessPool(
-      max_workers=self._num_workers,
-      initializer=scoring.begin,
-      initargs=(self._pickled,),
-      context=multiprocessing.get_context("forkserver"),
-    )
-
-  def _stop(self) -> None:
-    """Stop the pool on a separate thread, since pebble's join may last."""
-    self._pool.stop()
-    thread = threading.Thread(
-      target=self._pool.join, name="stop reward processes", daemon=True
-    )
-    thread.start()
-    self._stopping.append(thread)
-
 
 @dataclasses.dataclass(frozen=True)
-class Running:
+class Attempted:
   """An attempt that was given to a pool of processes."""
 
-  owner: Pool
-  processes: pebble.ProcessPool
-  future: futures.Future
+  running: Running
+
+  @property
+  def future(self) -> futures.Future:
+    """It is done when the attempt has ended."""
+    return self.running.future
 
   def outcome(self) -> scoring.Outcome | None:
     """Return how the attempt ended, or None as long as it has not.
@@ -173,13 +247,10 @@ class Running:
     Raises:
       Closed: the pool was closed before.
     """
-    if self.future.done() and not self.future.cancelled():
-      return _outcome(self.future)
-    if self.owner._is_closed:
-      raise Closed
-    if self.future.cancelled() or not self.processes.active:
+    try:
+      return _outcome(self.future) if self.running.is_done() else None
+    except Broke:
       return scoring.RewardFailure(_BROKE)
-    return None
 
 
 def _outcome(future: futures.Future) -> scoring.Outcome:

@@ -363,19 +363,43 @@ class Sandbox:
     deadline: float,
   ) -> str:
     """Return what a program does wrong with an input, or nothing."""
-    job = {"program": program, "stdin": case["stdin"]}
+    text, failure = self._written(program, case["stdin"], limits, deadline)
+    if not failure and not _is_same_text(text, case["stdout"]):
+      return f"wrote {text[:200]!r}"
+    return failure
+
+  def run_program(
+    self,
+    program: str,
+    *,
+    limits: Limits = Limits(),
+    total_s: float = math.inf,
+  ) -> tuple[str, str]:
+    """Run a program; return what it writes to stdout, and what went wrong.
+
+    Args:
+      program: Python source.
+      limits: of the program.
+      total_s: seconds for all of it, with the start of the sandbox.
+
+    Raises:
+      SandboxError: the sandbox could not be made.
+    """
+    return self._written(program, "", limits, time.monotonic() + total_s)
+
+  def _written(
+    self, program: str, stdin: str, limits: Limits, deadline: float
+  ) -> tuple[str, str]:
+    """Return what a program writes, and what went wrong, or nothing."""
+    job = {"program": program, "stdin": stdin}
     try:
       code, written = self._run(job, limits, deadline)
     except _StoppedError as stopped:
-      return str(stopped)
-    if code == -signal.SIGXCPU:
-      return OUT_OF_TIME
-    if code != 0:
-      return f"exit code {code}"
+      return "", str(stopped)
     text = written.decode("utf-8", "replace")
-    if not _is_same_text(text, case["stdout"]):
-      return f"wrote {text[:200]!r}"
-    return ""
+    if code == -signal.SIGXCPU:
+      return text, OUT_OF_TIME
+    return text, f"exit code {code}" if code else ""
 
   def _run(
     self, job: dict[str, Any], limits: Limits, deadline: float

@@ -5,7 +5,8 @@ A group is one POST request. Its body and the answer are JSON:
     {"item": {...},                     the item that the prompt was made of
      "completions": [
        {"text": "...", "answer": "18" or null,
-        "turns": [{"prompt": "...", "completion": "...", "num_tokens": 5}],
+        "turns": [{"prompt": "...", "completion": "...", "num_tokens": 5,
+                   "reward": 0.0}],
         "tokens": [11, 12, 13, 14, 15], "finish_reason": "eos"}, ...]}
 
     [{"score": 1.0, "parts": {"right": 1.0}, "token_scores": {"4": 0.5},

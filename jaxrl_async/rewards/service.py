@@ -115,7 +115,7 @@ class RewardService:
 
   def _begin(
     self, number: int, item: dict[str, Any], trajectories: Sequence[Trajectory]
-  ) -> pool_lib.Running:
+  ) -> pool_lib.Attempted:
     """Start an attempt at a term of a group."""
     group = completion_lib.pack(trajectories)
     running = self._pool.score(
@@ -241,7 +241,7 @@ class _Attempt:
 
   members: Sequence[int]
   num_retries: int  # that are left
-  running: pool_lib.Running
+  running: pool_lib.Attempted
 
 
 class _TermHandle:
@@ -274,7 +274,7 @@ class _TermHandle:
     self._attempts: list[_Attempt] = []
     self._begin(range(len(trajectories)), self.term.num_retries)
 
-  def running(self) -> list[pool_lib.Running]:
+  def running(self) -> list[pool_lib.Attempted]:
     """Return the attempts that are under way."""
     return [attempt.running for attempt in self._attempts]
 

@@ -375,6 +375,7 @@ def _rollout_metrics(
     "rollout/decode_steps": delta["decode_steps"],
     "rollout/slot_occupancy": occupancy,
     "rollout/prefill_frac": prefill / max(all_tokens, 1),
+    "rollout/cached_tokens": delta["cached_tokens"],
     "rollout/recompute_tokens": delta["recompute_tokens"],
     "rollout/interruptions": delta["interruptions"],
     "rollout/preemptions": delta["preemptions"],

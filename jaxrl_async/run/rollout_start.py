@@ -252,7 +252,6 @@ def _spec(
       attention=config.rollout.attention,
     ),
     kv_on_adopt=config.rollout.kv_on_adopt,
-    shared_tokens=assembly.prompt_source(setup).shared_tokens,
     tokenizer=setup.tokenizer,
     weights=weights,
     base=bases[0] if bases else None,

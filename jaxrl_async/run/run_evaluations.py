@@ -295,7 +295,7 @@ class RunEvaluations:
     if not (is_comparable and is_same):
       return {}
     kl = evaluated_sets.mismatch_kl(
-      [one.trajectory for one in found[evaluated_sets.HELD_OUT].first],
+      [t for x in found[evaluated_sets.HELD_OUT].first for t in x.branches],
       self.trainer.logprobs,
     )
     return {"eval/mismatch_kl": kl}

@@ -128,7 +128,7 @@ class Sampler:
         "prompt_id": prompt.prompt_id,
         **self._row(prompt, trajectory, failure.reason if failure else ""),
       }
-      for (*_, prompt, _), trajectory, failure in evaluation.first[
+      for (*_, prompt, _), trajectory, failure, _ in evaluation.first[
         :_MAX_EVALUATED
       ]
     ]
@@ -163,7 +163,7 @@ class Sampler:
         "prompt_id": group.prompt.prompt_id,
         **self._row(group.prompt, trajectory, failure),
       }
-      for trajectory in group.trajectories
+      for trajectory in group.of_members().trajectories
     ]
 
   def _row(
@@ -226,10 +226,12 @@ def choose(
     return []
 
   def reward(group: types.RolloutGroup) -> float:
-    return float(np.mean([t.score for t in group.trajectories]))
+    wholes = group.of_members().trajectories
+    return float(np.mean([t.score for t in wholes]))
 
   def length(group: types.RolloutGroup) -> int:
-    return max(t.num_completion_tokens for t in group.trajectories)
+    wholes = group.of_members().trajectories
+    return max(t.num_completion_tokens for t in wholes)
 
   # The first of equal ones: a step that is done again keeps the same.
   candidates = [

@@ -36,7 +36,7 @@ def train(
   eval_dataset: Any,
   settings: Mapping[str, Any],
   loss: objectives.Loss | None,
-  episode: episode_lib.Episode,
+  episode: episode_lib.Episode | None,
 ) -> dict[str, Any]:
   """Do what `jaxrl_async.train` documents."""
   scorer = _importable(reward)
@@ -74,7 +74,7 @@ def replay(
   *,
   source: source_lib.Source | None,
   loss: objectives.Loss | None,
-  episode: episode_lib.Episode,
+  episode: episode_lib.Episode | None,
 ) -> dict[str, Any]:
   """Do what `jaxrl_async.replay` documents."""
   try:

@@ -65,7 +65,7 @@ def run(
   source: source_lib.Source | None = None,
   scorer: service_lib.Scorer | None = None,
   loss: objectives.Loss | None = None,
-  episode: episode_lib.Episode = episode_lib.single_turn,
+  episode: episode_lib.Episode | None = None,
   serving: front_lib.ServeSettings | None = None,
   profile_steps: Sequence[int] = (),
   world: world_lib.World | None = None,
@@ -85,7 +85,8 @@ def run(
       that of `task.reward`.
     loss: the loss to minimise; see `objectives`. None is the loss of decoupled
       PPO with the config's settings.
-    episode: decides how the turns of a trajectory follow from its prompt.
+    episode: decides how the turns of a trajectory follow from its prompt; None
+      is that of `task.episode`.
     serving: settings of a server that gives clients access to the policy during
       the run; None starts no server.
     profile_steps: train steps to trace, into WORKDIR/profile.
@@ -198,6 +199,10 @@ def _build(
   stream.prefetch()
   rewards.warm_up()
 
+  # Episodes call their environments from other threads and processes.
+  environment = assembly.make_environment(setup, given.episode)
+  shutdown.closes(environment.close, config.run.join_timeout_s)
+
   # Generation under the bound, with books of every token.
   writer, sampler, ledger, timing = _books(setup, session, given, found)
   coordinator = coordinator_lib.Coordinator(
@@ -207,7 +212,7 @@ def _build(
     rewards=rewards,
     ledger=ledger,
     busy=rollout_busy,
-    episode=given.episode,
+    environment=environment,
     new_deadline=session.deadline,
   )
   coordinator.restore(running)

@@ -20,6 +20,7 @@ from jaxrl_async.types import (
   Admission,
   CacheBuild,
   Dropped,
+  Event,
   FinishReason,
   Prompt,
   Reward,
@@ -150,6 +151,7 @@ def _group_record(group: RolloutGroup) -> dict[str, Any]:
         "finish_reason": trajectory.finish_reason,
         "writers": trajectory.writers,
         "cache_builds": trajectory.cache_builds,
+        "events": trajectory.events,
         "reward": _reward_record(trajectory.reward),
       }
       for trajectory in group.trajectories
@@ -215,6 +217,7 @@ def _read_group(
         reward=_read_reward(trajectory["reward"]),
         writers=tuple((n, k) for n, k in trajectory["writers"]),
         cache_builds=tuple(CacheBuild(*x) for x in trajectory["cache_builds"]),
+        events=tuple(Event(*x) for x in trajectory["events"]),
         **{field: next(pieces[field]) for field in TOKEN_ARRAYS},
       )
     )

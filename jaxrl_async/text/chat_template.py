@@ -52,6 +52,7 @@ class ChatTemplate:
   """A chat template. Any thread may render it.
 
   Attributes:
+    source: the template in Jinja; None for a policy that has none.
     refusal: why every rendering is refused, or "".
   """
 
@@ -73,6 +74,7 @@ class ChatTemplate:
     Raises:
       ChatTemplateError: the template cannot be compiled.
     """
+    self.source = source
     self._template = None if source is None else _compiled(source)
     self._special_tokens = dict(special_tokens or {})
     self._known: set[int] = set()  # forms of chats that are written whole

@@ -8,6 +8,7 @@ with the files beside it.
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
+import copy
 import hashlib
 import json
 import pathlib
@@ -185,8 +186,13 @@ class Tokenizer:
     ids = np.asarray(tokens, np.int64)
     ids = ids[ids < self.vocab_size]
     return self._tokenizer.decode(
-      ids[self._is_shown[ids]].tolist(), skip_special_tokens=True
+      ids[self._is_shown[ids]].tolist(), skip_special_tokens=False
     )
+
+  def decode_all(self, tokens: Sequence[int]) -> str:
+    """Return the text of the tokens, in which special ones have their names."""
+    ids = [token for token in tokens if token < self.vocab_size]
+    return self._tokenizer.decode(ids, skip_special_tokens=False)
 
   def name_of(self, token: int) -> str:
     """Return how the vocabulary writes a token; "" if only the model has it."""
@@ -206,6 +212,20 @@ class Tokenizer:
   def is_shown(self, token: int) -> bool:
     """Return whether a token can add to a text."""
     return token < self.vocab_size and bool(self._is_shown[token])
+
+  def showing(self, names: Sequence[str]) -> "Tokenizer":
+    """Return the same tokenizer, which shows these special tokens in texts."""
+    made = copy.copy(self)
+    made._is_shown = self._is_shown.copy()
+    for name in names:
+      token = self._tokenizer.token_to_id(name)
+      if token is not None and token not in self.end_tokens:
+        made._is_shown[token] = True
+    return made
+
+  def to_json(self) -> str:
+    """Return the contents of a `tokenizer.json`."""
+    return self._tokenizer.to_str()
 
   def digest(self) -> str:
     """Return a digest that is equal only if two tokenizers encode alike."""

@@ -104,7 +104,7 @@ class Pending:
     if "critic_grad_norm" in sums:
       values["critic/grad_norm"] = sums["critic_grad_norm"].mean()
     if "return_square_sum" in sums:  # a script's own loss may leave it out
-      values["critic/explained_variance"] = _explained_variance(sums, count)
+      values["critic/explained_variance"] = explained_variance(sums, count)
     mismatch_count = sums["mismatch_count"].sum()
     if mismatch_count:
       values["offpolicy/mismatch_kl"] = (
@@ -123,7 +123,7 @@ class Pending:
     return flops / self.programs_s / self.peak_flops
 
 
-def _explained_variance(sums: Mapping[str, np.ndarray], count: float) -> float:
+def explained_variance(sums: Mapping[str, np.ndarray], count: float) -> float:
   """Return 1 - Var(R - V) / Var(R), over loss tokens; 0 if all R are equal."""
 
   def variance(name: str, squares: str) -> float:
@@ -149,12 +149,18 @@ def _means(sums: Mapping[str, np.ndarray], count: float) -> dict[str, Any]:
 
 
 def of_groups(groups: list[types.RolloutGroup], step: int) -> dict[str, Any]:
-  """Return metrics of a batch: rewards, completion lengths and staleness."""
+  """Return metrics of a batch: rewards, completion lengths and staleness.
+
+  They are of members, whose branches are taken together (`types.whole`).
+  """
+  num_branches = [len(x) for g in groups for x in g.branches()]
+  groups = [g.of_members() for g in groups]
   trajectories = [t for g in groups for t in g.trajectories]
   return {
     **_reward_metrics(groups),
     **_completion_metrics(trajectories),
     **_staleness_metrics(trajectories, step),
+    "completion/branches_mean": np.mean(num_branches),
   }
 
 
@@ -201,10 +207,8 @@ def pass_at_k(
   Returns:
     `reward/pass@k` by name, for each power of two k up to the largest group.
   """
-  counts = [
-    (len(g.trajectories), sum(t.score >= solved_score for t in g.trajectories))
-    for g in groups
-  ]
+  wholes = [g.of_members().trajectories for g in groups]
+  counts = [(len(x), sum(t.score >= solved_score for t in x)) for x in wholes]
   values, k = {}, 1
   while used := [(n, c) for n, c in counts if n >= k]:
     estimates = [answer_statistics.pass_at_k(n, c, k) for n, c in used]

@@ -48,6 +48,7 @@ _Save = Callable[[], Callable[[], None]]
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 30.0
 _POLL_S = 0.005
+_LAST_WRITE_S = 0.7  # less than `before_ending_now` gives
 _LONGEST = 300  # characters of an error
 
 
@@ -360,6 +361,7 @@ class OrbaxChannel(WeightChannel):
     self._not_removed: set[int] = set()  # of which the user was told
     self._held = -1  # by the reader that could not read a version
     self._thread: threading.Thread | None = None
+    self._writing = threading.Lock()
     self._lock: IO[bytes] | None = None
 
   def newest_version(self) -> int:
@@ -429,6 +431,8 @@ class OrbaxChannel(WeightChannel):
     self._raise_failure()
 
   def remove(self) -> None:
+    # It is not released: a version begun now would make the directory again.
+    self._writing.acquire(timeout=_LAST_WRITE_S)
     transfer_directory.remove_now(self._path)
 
   def _hand_over(self, named: dict[str, Any], version: int) -> None:
@@ -438,7 +442,7 @@ class OrbaxChannel(WeightChannel):
         "weight-transfer", self._publish_all, self._keep_failure
       )
     if self._world.size > 1:
-      with disk.writing(self._path):
+      with self._writing, disk.writing(self._path):
         begun = self._save(named, version)
       save = functools.partial(lambda wait: wait, begun)
     else:
@@ -480,7 +484,7 @@ class OrbaxChannel(WeightChannel):
     wait_s = _FIRST_WAIT_S
     while True:
       try:
-        with disk.writing(self._path):
+        with self._writing, disk.writing(self._path):
           self._announce(save, version)
         break
       except disk.StorageError as error:

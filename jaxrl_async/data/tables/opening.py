@@ -1,6 +1,6 @@
 """Opens the table that a URI names, whatever its format."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import glob
 import gzip
 import hashlib
@@ -9,6 +9,8 @@ import json
 import mmap
 import os
 import pathlib
+import types
+from typing import Any
 import zlib
 
 import numpy as np
@@ -17,10 +19,21 @@ from jaxrl_async.data.tables import arrow
 from jaxrl_async.data.tables import hugging_face
 from jaxrl_async.data.tables import table as table_lib
 from jaxrl_async.data.tables import uri as uri_lib
+from jaxrl_async.environments import verifiers
+
+_NONE: Mapping[str, Any] = types.MappingProxyType({})
 
 
-def open_table(uri: uri_lib.Uri) -> table_lib.Table:
-  """Open the files of a URI."""
+def open_table(
+  uri: uri_lib.Uri, params: Mapping[str, Any] = _NONE
+) -> table_lib.Table:
+  """Open the files of a URI, or make the tasks of an environment.
+
+  Args:
+    params: settings of the environment.
+  """
+  if uri.kind == uri_lib.VERIFIERS:
+    return _environment(uri, params)
   if uri.kind not in _FILES:
     return hugging_face.open_split(uri)
   read, names = _FILES[uri.kind]
@@ -51,7 +64,7 @@ def open_table(uri: uri_lib.Uri) -> table_lib.Table:
 
 def test_split(uri: uri_lib.Uri) -> uri_lib.Uri | None:
   """Return the dataset's own split for evaluations, or None if it has none."""
-  if uri.kind in _FILES:
+  if uri.kind in _FILES or uri.kind == uri_lib.VERIFIERS:
     return None
   return hugging_face.test_split(uri)
 
@@ -77,6 +90,20 @@ def _paths(place: str, names: tuple[str, ...]) -> list[pathlib.Path]:
       f"{place!r:.60} cannot be read: {table_lib.reason(error)}"
     ) from error
   return [path]
+
+
+def _environment(
+  uri: uri_lib.Uri, params: Mapping[str, Any]
+) -> table_lib.Table:
+  try:
+    rows = verifiers.rows(uri.place, dict(uri.options), params)
+  except verifiers.UnusableError as error:
+    raise table_lib.TableError(str(error)) from error
+  content = json.dumps(rows, sort_keys=True).encode()
+  digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+  return table_lib.Table(
+    rows, table_lib.checked_object, digest, lambda row: f"{uri}: task {row}"
+  )
 
 
 # -- formats -------------------------------------------------------------------

@@ -3,6 +3,7 @@
     jsonl:train.jsonl               parquet:data/train-*.parquet
     arrayrecord:train.arrayrecord   json:test.json
     datasets:my_data?split=train    hf:openai/gsm8k?name=main&split=train
+    verifiers:my_env?split=train    verifiers:my-env
     reasoning_gym:chain_sum         chain_sum
 
 This module reads nothing, so that a URI can be checked before slow imports.
@@ -16,6 +17,8 @@ import urllib.parse
 from jaxrl_async.config import sections
 
 REASONING_GYM = "reasoning_gym"
+VERIFIERS = "verifiers"
+_ANY = ("OPTION",)
 # What follows the colon, and the options after a question mark.
 KINDS = {
   "jsonl": ("PATH", ()),
@@ -24,6 +27,7 @@ KINDS = {
   "arrayrecord": ("PATH", ()),
   "datasets": ("DIRECTORY", ("split",)),
   "hf": ("NAME", ("name", "split", "revision")),
+  VERIFIERS: ("NAME", _ANY),
   REASONING_GYM: ("NAME", ()),
 }
 _FORMS = ", ".join(f"{kind}:{place}" for kind, (place, _) in KINDS.items())
@@ -100,7 +104,7 @@ def parse(field: str, text: str) -> Uri:
     ) from error
   for name, _ in options:
     sections.require(
-      name in known,
+      name in known or known is _ANY,
       field,
       f"{sections.shown(text)} has an option {sections.shown(name)}"
       f"{sections.did_you_mean(name, known)}",
