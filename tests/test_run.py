@@ -446,8 +446,11 @@ def test_a_workdir_of_another_config_is_refused(asynchronous):
   assert (workdir / "config.json").read_text() == before
 
 
-def test_a_finished_run_started_again_only_says_what_it_was(asynchronous):
-  workdir, summary = asynchronous
+def test_a_finished_run_started_again_only_says_what_it_was(
+  asynchronous, tmp_path
+):
+  summary = asynchronous[1]
+  workdir = shutil.copytree(asynchronous[0], tmp_path / "run")
   entries = lines(workdir, "ledger")
   again = start(make_config(num_steps=8), workdir)
   for name in ("eval_before", "eval_after", "train_steps", "staleness_mean"):

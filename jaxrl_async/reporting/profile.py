@@ -14,6 +14,8 @@ _NAME = "profile/"
 class Profiler:
   """Traces the whole process while one of some train steps is made.
 
+  JAX starts no further trace in a process that could not write one.
+
   Threads: belongs to the main thread. The trace has all threads.
   """
 
