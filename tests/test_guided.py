@@ -16,6 +16,7 @@ import tiny
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.serving import guided
+from jaxrl_async.text import guides as guides_lib
 
 TOKENIZER = serving_world.TOKENIZER
 V = tiny.MODEL.vocab_size
@@ -272,7 +273,7 @@ def test_classes_within_the_arguments_of_a_call_are_found(may_speak):
     (f'{{"places": [{{"x": true}}], "then": {inner}}}', True),
     ('{"places": [null], "then": null}', False),
   ):
-    guide = guided.Guides(TOKENIZER).guide(grammar)
+    guide = guides_lib.Guides(TOKENIZER).guide(grammar)
     call = f'{{"name": "Route", "arguments": {arguments}}}'
     guide.take(TOKENIZER.encode(f"<tool_call>\n{call}\n</tool_call>"))
     assert bool(guide.error) != is_right
@@ -294,7 +295,7 @@ def test_formats_that_cannot_be_followed_are_refused(serving, monkeypatch):
 def test_a_grammar_that_takes_too_much_fails_its_request(
   serving, client, monkeypatch
 ):
-  monkeypatch.setattr(guided.Guide, "error", "too complex")
+  monkeypatch.setattr(guides_lib.Guide, "error", "too complex")
   for n in (1, 6):  # more than there are slots
     with pytest.raises(openai.InternalServerError, match="grammar"):
       client.chat.completions.create(**wanted(SCHEMAS[0], n=n))

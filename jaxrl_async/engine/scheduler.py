@@ -365,6 +365,7 @@ class Scheduler:
         self.stats.evaluation_tokens += num_kept
       else:
         self.stats.generated_tokens += num_kept
+      self._count_guided(entry.sequence, num_kept)
       if result.has_ended[slot]:
         ended.append(entry)
       elif entry.sequence.finish_reason is not None:
@@ -381,6 +382,16 @@ class Scheduler:
     if call.num_unplaced > num_placed:
       self.stats.waiting_slot_steps += result.is_valid.size
       self.stats.busy_slot_steps += in_use
+
+  def _count_guided(
+    self, sequence: sequence_lib.Sequence, num_kept: int
+  ) -> None:
+    """Count tokens that a sequence has got, if a guide wrote them."""
+    if sequence.guide is None or sequence.stream is not sampling.Stream.TRAIN:
+      return
+    begin = sequence.length - num_kept
+    self.stats.guided_tokens += num_kept
+    self.stats.steered_tokens += sum(at >= begin for at in sequence.steered)
 
   # -- from the queue to the slots ------------------------------------------
 
