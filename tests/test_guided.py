@@ -119,6 +119,31 @@ def test_the_logprob_is_that_of_the_distribution_drawn_from():
   )
 
 
+def test_tokens_are_steered_where_a_guide_leaves_out_much():
+  temperature = 0.5
+
+  def forbidden(count):
+    return [(17 * count + k) % V for k in range(4)]
+
+  guide = Only(lambda taken: sorted({*range(V)} - {*forbidden(len(taken))}))
+  one = sequence(guide, limit=32, temperature=temperature)
+  beside = sequence(Only(lambda taken: range(V)), member=1, limit=9)
+  free = sequence(member=2, limit=9)
+  write(one, beside, free)
+  logits = tiny.logits(tiny.params(), one.tokens).astype(np.float64)
+  odds = np.exp(logits[4:31] / temperature)
+  odds /= odds.sum(axis=1, keepdims=True)
+  left_out = np.array([odds[i, forbidden(i)].sum() for i in range(27)])
+  is_steered = left_out > sampling.MAX_LEFT_OUT
+  assert 5 < is_steered.sum() < 22
+  assert one.steered == (5 + np.flatnonzero(is_steered)).tolist()
+  own = np.log(odds[np.arange(27), one.tokens[5:]])
+  gained = one.behavior_logprobs[5:] - own
+  np.testing.assert_allclose(gained, -np.log1p(-left_out), atol=1e-4)
+  assert (gained[~is_steered] < 1.2e-3).all()
+  assert beside.steered == free.steered == []
+
+
 @pytest.mark.parametrize("calls_in_flight", [1, 2])
 def test_sequences_beside_a_guided_one_are_not_changed(calls_in_flight):
   options = {"calls_in_flight": calls_in_flight}

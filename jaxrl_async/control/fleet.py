@@ -74,6 +74,7 @@ class Patience:
       is_starting = self._start.next_wait_s() > 0 and any(self._starting)
       if is_starting or not self._num_owed:
         self._renew()
+        return False
       return not self._left.next_wait_s()
 
   def _renew(self) -> None:

@@ -27,7 +27,6 @@ from jaxrl_async.engine import page_admission
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 
-
 _MOST_CALLS = 16
 
 
