@@ -126,7 +126,7 @@ def test_calls_may_ask_for_a_form_and_the_record_has_it(play, count):
   assert whole.failure == "" and whole.reward == 1.0
   grammars = [ends.guide for ends in whole.ends]
   assert [bool(grammar) for grammar in grammars] == [True] * 6 + [False]
-  assert grammars[0] == grammars[2] != grammars[1]
+  assert ["Basel" in grammar for grammar in grammars[:3]] == [True, False, True]
   assert "weather" in grammars[4]
   recorded, events = whole.recorded(count)
   again = play(
@@ -174,6 +174,7 @@ WORLD = {
     session_episode.run_agent, agent=named(asks_for_words)
   ),
   "environment": {"tokenizer": TOKENIZER},
+  "engine": {"end_tokens": TOKENIZER.end_tokens},
   "max_completion_tokens": 24,
   "temperature": 0.4,
 }
