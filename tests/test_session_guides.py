@@ -221,7 +221,7 @@ def test_tokens_that_are_learned_from_have_the_logprobs_of_the_policy(
 
 def test_a_guided_turn_goes_on_elsewhere_where_its_grammar_was(make_world):
   alone = make_world(**WORLD)
-  alone.run_until(worker_world.finished(2), 100_000)
+  alone.run_until(worker_world.finished(4), 100_000)
   world = make_world(**WORLD)
   num_looks = 0
 
@@ -244,13 +244,15 @@ def test_a_guided_turn_goes_on_elsewhere_where_its_grammar_was(make_world):
     disturb()
 
   world.replica.step = step_and_disturb
-  world.run_until(worker_world.finished(2), 100_000)
-  for group, other in zip(
-    sorted(alone.buffer.state().finished, key=lambda g: g.index)[:2],
-    sorted(world.buffer.state().finished, key=lambda g: g.index)[:2],
-    strict=True,
-  ):
-    for one, two in zip(group.trajectories, other.trajectories, strict=True):
+  world.run_until(worker_world.finished(4), 100_000)
+  both = [
+    {group.index: group for group in one.buffer.state().finished}
+    for one in (alone, world)
+  ]
+  assert both[0].keys() == both[1].keys()
+  for index, group in both[0].items():
+    others = both[1][index].trajectories
+    for one, two in zip(group.trajectories, others, strict=True):
       assert one.tokens.tolist() == two.tokens.tolist()
       assert one.steered == two.steered
   assert num_looks > 6
