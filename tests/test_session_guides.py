@@ -99,7 +99,9 @@ async def asks_for_nonsense(access, item):
 
 async def asks_for_words(access, item):
   """Two answers of a form, and a free one; the reward counts characters."""
-  async with test_sessions.client(access) as calls:
+  async with openai.AsyncOpenAI(
+    base_url=access.base_url, api_key=access.api_key, timeout=None
+  ) as calls:
     create = functools.partial(calls.completions.create, model=access.model)
     guided = {"extra_body": {"response_format": FORMAT}}
     first = await create(prompt="12", max_tokens=8, **guided)
@@ -328,9 +330,8 @@ def test_branches_taken_together_know_their_steered_tokens():
 def test_a_run_of_guided_agents_is_trained_continued_and_replayed(
   tmp_path, kv_on_adopt
 ):
-  more = {}
-  is_exact = kv_on_adopt == "recompute"
-  config = test_replay.make_config(4, **more)
+  num_steps, is_exact = 4, kv_on_adopt == "recompute"
+  config = test_replay.make_config(2)
   config.rollout = dataclasses.replace(
     config.rollout,
     kv_on_adopt=sections.KvOnAdopt(kv_on_adopt),
@@ -341,9 +342,7 @@ def test_a_run_of_guided_agents_is_trained_continued_and_replayed(
   config.task.episode_params.agent = named(asks_for_words)
   config.task.reward = "episode"
   train_lib.run(config, tmp_path)
-  config.train = dataclasses.replace(
-    config.train, num_steps=test_replay.NUM_STEPS
-  )
+  config.train = dataclasses.replace(config.train, num_steps=num_steps)
   summary = json.loads(train_lib.run(config, tmp_path))
   test_run.check_ledger(tmp_path, summary)
   lines = test_run.lines(tmp_path, "ledger")
@@ -351,7 +350,7 @@ def test_a_run_of_guided_agents_is_trained_continued_and_replayed(
   steps = test_run.lines(tmp_path, "metrics")[1:]
   assert all(step.get("staleness/max", 0) <= 4 for step in steps)
   trained = [step for step in steps if "policy/loss" in step]
-  assert len(trained) == test_replay.NUM_STEPS
+  assert len(trained) == num_steps
   assert all(np.isfinite(step["policy/loss"]) for step in trained)
   # What is learned from was drawn from the policy's own distribution.
   assert all(
@@ -363,5 +362,5 @@ def test_a_run_of_guided_agents_is_trained_continued_and_replayed(
   assert any(0 < step["rollout/unlearned_frac"] < 1 for step in trained)
   if is_exact:
     found = test_replay.play(tmp_path)
-    assert found.last_step == test_replay.NUM_STEPS and found.has_state
-    assert found.generated == test_replay.num_tokens(tmp_path)
+    assert found.last_step == num_steps and found.has_state
+    assert found.generated == test_replay.num_tokens(tmp_path, last=num_steps)
