@@ -422,8 +422,8 @@ def test_a_long_prompt_waits_for_few_calls_however_small_its_chunks(
   monkeypatch, most, num_calls
 ):
   monkeypatch.setattr(prefill, "_MOST_CALLS", most)
-  scheduler = tiny.ready(calls_in_flight=1, **KEPT)
-  running = tiny.sequence(tiny.prompt(3), group=8, member=2, limit=32)
+  scheduler = tiny.ready(calls_in_flight=1, decode_steps_per_call=1, **KEPT)
+  running = tiny.long(limit=32)
   scheduler.submit(running)
   scheduler.step()
   late = tiny.sequence(tiny.prompt(30, seed=1), group=9, limit=32)
