@@ -23,7 +23,8 @@ class Patience:
 
   An environment is owed by its actor from the start or an answer on, until its
   observation comes. While none is owed, no time counts. Until each environment
-  has been heard of once, the actors have `start_s` more, from the start on.
+  has been heard of once, the actors have `start_s` more, of which only time
+  counts in which all of them are silent.
 
   Threads: any.
   """

@@ -102,8 +102,10 @@ class Until:
     """Show tokens, or an `Anew`; see `messages.Ends` for the rest.
 
     Raises:
-      ValueError: a value is out of range.
+      ValueError: a value is out of range, or a guide is no text.
     """
+    if not isinstance(guide, str):
+      raise ValueError(f"guide {guide!r:.100} is not the text of a grammar")
     self.shown = shown
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     self.ends = messages.Ends(max_tokens, strings, tuple(stop_token_ids), guide)

@@ -145,12 +145,11 @@ def _reward(given: Any) -> Reward | None:
   score, parts = given, {}
   if isinstance(given, Reward):
     score, parts = given.score, given.parts
-    for name in ("token_scores", "answer"):
-      if getattr(given, name) is not None:
-        raise session_lib.AgentError(
-          f"the agent returned a Reward with {name}; of an agent's Reward, only"
-          " score and parts are read"
-        )
+    if given.token_scores is not None:
+      raise session_lib.AgentError(
+        "the agent returned a Reward with token_scores; of an agent's Reward,"
+        " only score and parts are read"
+      )
   for number in (score, *parts.values()):
     is_number = isinstance(number, int | float | np.floating | np.integer)
     if not is_number or not math.isfinite(number):

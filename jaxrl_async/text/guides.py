@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
 _MAX_REASON = 200
-_MAX_KEPT = 64  # grammars, of which all turns of a group have the same
+_MAX_KEPT = 2_048  # grammars: each question may have its own
 
 
 class _Vocabulary:
@@ -113,6 +113,7 @@ class Guides:
         self._kept[grammar] = Guide(matcher, num_words, grammar)
         if len(self._kept) > _MAX_KEPT:
           self._kept.popitem(last=False)
+      self._kept.move_to_end(grammar)
       return self._kept[grammar].copy()
 
   def _read(self, llguidance: Any) -> Any:

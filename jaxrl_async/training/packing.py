@@ -63,8 +63,8 @@ class PackedBatch(NamedTuple):
       is the first column of padding.
     loss_mask: bool; True for the generated tokens that are learned from.
     advantages: float32 advantage of the token's trajectory; 0 in padding.
-    behavior_logprobs: float32; 0 where loss_mask is False.
-    policy_versions: int32; -1 where loss_mask is False.
+    behavior_logprobs: float32; 0 for tokens that the policy did not write.
+    policy_versions: int32; -1 for tokens that the policy did not write.
     fields: further float32 arrays by name, passed to `pack` or added by a stage
       of the train step; 0 in padding.
   """
