@@ -208,7 +208,8 @@ class Trajectory:
       trajectories, its branches. Branch k has k * MEMBERS more.
     tokens: prompt and completion. An episode of several turns adds the prompts
       and completions of later turns.
-    loss_mask: True for tokens that the policy generated.
+    loss_mask: True for tokens that the policy generated. They are learned from,
+      but for `steered`.
     behavior_logprobs: logprob of each generated token under the distribution
       from which it was sampled; 0 where loss_mask is False.
     policy_versions: version of the weights that sampled each generated token;
@@ -217,6 +218,9 @@ class Trajectory:
     reward: the scorer's result. None until the trajectory has been scored.
     writers: the replicas that generated the tokens, in order, each with the
       number of tokens. The coordinator fills it in.
+    steered: positions in `tokens` of those generated tokens that a guide made
+      the policy draw from another distribution than its own. They are written,
+      and not learned from.
     cache_builds: how its caches were made, by increasing length. With the
       weights, they determine the generated tokens.
     events: the calls that its episode has made and the rewards that it gave.
@@ -232,6 +236,7 @@ class Trajectory:
   finish_reason: FinishReason | None = None
   reward: Reward | None = None
   writers: tuple[tuple[str, int], ...] = ()
+  steered: tuple[int, ...] = ()
   cache_builds: tuple[CacheBuild, ...] = ()
   events: tuple[Event, ...] = ()
 
@@ -245,6 +250,15 @@ class Trajectory:
   def num_completion_tokens(self) -> int:
     """Number of tokens that the policy generated. The ledger counts these."""
     return int(np.count_nonzero(self.loss_mask))
+
+  @property
+  def learned_mask(self) -> Bool[np.ndarray, "T"]:
+    """`loss_mask` without the steered tokens; it may be the same array."""
+    if not self.steered:
+      return self.loss_mask
+    mask = self.loss_mask.copy()
+    mask[list(self.steered)] = False
+    return mask
 
   def turn_rewards(self) -> dict[int, float]:
     """Return the sums of the rewards that its episode gave, by turn."""
@@ -316,8 +330,14 @@ def whole(branches: Sequence[Trajectory]) -> Trajectory:
     name: np.concatenate([getattr(t, name) for t in branches])
     for name in TOKEN_ARRAYS
   }
+  begins = np.cumsum([0, *[len(t.tokens) for t in branches[:-1]]]).tolist()
   return Trajectory(
     member=branches[0].member,
+    steered=tuple(
+      begin + at
+      for begin, t in zip(begins, branches, strict=True)
+      for at in t.steered
+    ),
     finish_reason=branches[-1].finish_reason,
     reward=reward,
     writers=tuple(writer for t in branches for writer in t.writers),

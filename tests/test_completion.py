@@ -1,5 +1,6 @@
 """What a scorer is shown, made in another process than the trajectories."""
 
+import dataclasses
 import pickle
 
 import byte_level
@@ -10,6 +11,8 @@ import tokenizers
 
 from jaxrl_async import types
 from jaxrl_async.rewards import completion as completion_lib
+from jaxrl_async.rollout import episode as episode_lib
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 EOS = 50_256  # of the byte-level tokenizer
 
@@ -79,3 +82,12 @@ def test_a_group_without_trajectories_or_with_an_open_one():
   one.finish_reason = None
   with pytest.raises(ValueError, match="trajectory 0 has not ended"):
     completion_lib.pack([reward_groups.trajectory("Q", "7"), one])
+
+
+def test_an_episode_that_failed_before_it_showed_anything_has_no_turn():
+  trajectory = dataclasses.replace(
+    episode_lib.nothing(0), finish_reason=types.FinishReason.ABORTED
+  )
+  tokenizer = tokenizer_lib.character_level()
+  found = completion_lib.of_trajectory(trajectory, tokenizer)
+  assert (found.text, found.turns, len(found.tokens)) == ("", (), 0)

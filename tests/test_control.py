@@ -344,6 +344,85 @@ def test_a_ring_keeps_its_actor_busy_while_actions_are_awaited():
   assert idle_frac(8) < 0.25
 
 
+class Clock:
+  """A clock that a test moves, looking at a patience every second."""
+
+  def __init__(self, **values):
+    self.now_s = 0.0
+    self.patience = fleet_lib.Patience(
+      10.0, seconds=lambda: self.now_s, **({"start_s": 60.0} | values)
+    )
+
+  def lasts(self, seconds):
+    """Return whether the patience lasts for so many seconds."""
+    for _ in range(seconds):
+      self.now_s += 1.0
+      if self.patience.is_over():
+        return False
+    return True
+
+
+def test_silence_counts_only_while_actors_owe_a_step():
+  clock = Clock(num_actors=2, ring=2)
+  for actor in range(2):
+    clock.patience.heard(actor, 2)
+  assert clock.lasts(100)  # all wait for the policy, or are in its calls
+  clock.patience.answered(1)
+  assert clock.lasts(9)
+  clock.patience.answered(1)
+  assert clock.lasts(9)
+  clock.patience.heard(0, 1)
+  assert clock.lasts(9)
+  clock.patience.heard(0, 1)
+  assert clock.lasts(100)
+  clock.patience.answered(2)
+  assert not clock.lasts(11)
+
+
+def test_an_actor_may_start_later_than_the_others_are_heard_of():
+  clock = Clock(num_actors=2, ring=2)
+  clock.patience.heard(0, 2)
+  clock.patience.answered(2)
+  clock.patience.heard(0, 2)  # and again, which starts no other
+  clock.patience.heard(1, 1)
+  assert clock.lasts(65)  # 60 for the start, and then 10
+  assert not clock.lasts(6)
+  clock = Clock(num_actors=2, ring=2)
+  for actor in range(2):
+    clock.patience.heard(actor, 2)
+  clock.patience.answered(4)
+  assert not clock.lasts(11)  # all have started
+
+
+def test_a_call_longer_than_the_patience_ends_nothing():
+  is_held = threading.Event()
+
+  class Held(Scripted):
+    def act(self, observations):
+      is_held.wait(60.0)
+      return super().act(observations)
+
+  # One thread at least listens while the others call for four environments.
+  world = World(Held(), num_actors=2, ring=2, rows=2, inference_threads=5)
+  patience, looks = world.fleet._patience, []
+  is_over = patience.is_over
+
+  def look():
+    if not patience._num_owed:
+      patience._timeout_s = 0.0
+      patience._renew()
+      looks.append(is_over())
+    return False
+
+  patience.is_over = look
+  with world:
+    waiting.until(lambda: len(looks) > 3)
+    patience._timeout_s = 60.0
+    is_held.set()
+    assert world.buffer.get_batch(0, 60.0) is not None
+  assert not any(looks)
+
+
 @pytest.mark.parametrize(
   "values,reason",
   [

@@ -238,7 +238,7 @@ def test_an_episode_is_told_whether_a_turn_was_cut_off(
 @pytest.mark.parametrize(
   "ends",
   [{"max_tokens": -1}, {"stop": [""]}, {"stop_token_ids": range(9)}]
-  + [{"stop_token_ids": [2**31]}],
+  + [{"stop_token_ids": [2**31]}, {"guide": {"type": "object"}}],
 )
 def test_an_end_that_no_turn_can_have_fails_the_episode(make, ends):
   def episode(prompt):

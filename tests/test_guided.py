@@ -16,6 +16,7 @@ import tiny
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.serving import guided
+from jaxrl_async.text import guides as guides_lib
 
 TOKENIZER = serving_world.TOKENIZER
 V = tiny.MODEL.vocab_size
@@ -116,6 +117,31 @@ def test_the_logprob_is_that_of_the_distribution_drawn_from():
   np.testing.assert_allclose(
     one.behavior_logprobs[5], logprobs[token], rtol=1e-4
   )
+
+
+def test_tokens_are_steered_where_a_guide_leaves_out_much():
+  temperature = 0.5
+
+  def forbidden(count):
+    return [(17 * count + k) % V for k in range(4)]
+
+  guide = Only(lambda taken: sorted({*range(V)} - {*forbidden(len(taken))}))
+  one = sequence(guide, limit=32, temperature=temperature)
+  beside = sequence(Only(lambda taken: range(V)), member=1, limit=9)
+  free = sequence(member=2, limit=9)
+  write(one, beside, free)
+  logits = tiny.logits(tiny.params(), one.tokens).astype(np.float64)
+  odds = np.exp(logits[4:31] / temperature)
+  odds /= odds.sum(axis=1, keepdims=True)
+  left_out = np.array([odds[i, forbidden(i)].sum() for i in range(27)])
+  is_steered = left_out > sampling.MAX_LEFT_OUT
+  assert 5 < is_steered.sum() < 22
+  assert one.steered == (5 + np.flatnonzero(is_steered)).tolist()
+  own = np.log(odds[np.arange(27), one.tokens[5:]])
+  gained = one.behavior_logprobs[5:] - own
+  np.testing.assert_allclose(gained, -np.log1p(-left_out), atol=1e-4)
+  assert (gained[~is_steered] < 1.2e-3).all()
+  assert beside.steered == free.steered == []
 
 
 @pytest.mark.parametrize("calls_in_flight", [1, 2])
@@ -272,7 +298,7 @@ def test_classes_within_the_arguments_of_a_call_are_found(may_speak):
     (f'{{"places": [{{"x": true}}], "then": {inner}}}', True),
     ('{"places": [null], "then": null}', False),
   ):
-    guide = guided.Guides(TOKENIZER).guide(grammar)
+    guide = guides_lib.Guides(TOKENIZER).guide(grammar)
     call = f'{{"name": "Route", "arguments": {arguments}}}'
     guide.take(TOKENIZER.encode(f"<tool_call>\n{call}\n</tool_call>"))
     assert bool(guide.error) != is_right
@@ -294,7 +320,7 @@ def test_formats_that_cannot_be_followed_are_refused(serving, monkeypatch):
 def test_a_grammar_that_takes_too_much_fails_its_request(
   serving, client, monkeypatch
 ):
-  monkeypatch.setattr(guided.Guide, "error", "too complex")
+  monkeypatch.setattr(guides_lib.Guide, "error", "too complex")
   for n in (1, 6):  # more than there are slots
     with pytest.raises(openai.InternalServerError, match="grammar"):
       client.chat.completions.create(**wanted(SCHEMAS[0], n=n))

@@ -18,6 +18,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import page_admission
+from jaxrl_async.engine import prefill
 from jaxrl_async.engine import sampling
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
@@ -414,6 +415,26 @@ def test_a_pool_too_small_to_keep_anything_loses_nothing():
   more = write(scheduler, [next_turn(turn, more=1) for turn in turns])
   assert_scored([*turns, *more])
   assert scheduler.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("most,num_calls", [(1, 1), (2, 2), (16, 4)])
+def test_a_long_prompt_waits_for_few_calls_however_small_its_chunks(
+  monkeypatch, most, num_calls
+):
+  monkeypatch.setattr(prefill, "_MOST_CALLS", most)
+  scheduler = tiny.ready(calls_in_flight=1, decode_steps_per_call=1, **KEPT)
+  running = tiny.long(limit=32)
+  scheduler.submit(running)
+  scheduler.step()
+  late = tiny.sequence(tiny.prompt(30, seed=1), group=9, limit=32)
+  scheduler.submit(late)  # four chunks
+  waited = 0
+  while late.num_cached is None:
+    scheduler.step()
+    waited += 1
+  assert waited == num_calls and running.finish_reason is None
+  tiny.finish(scheduler)
+  assert_scored([running, late])
 
 
 def test_cancelled_sequences_leave_their_pages_to_others():

@@ -14,6 +14,7 @@ from jaxrl_async import types
 from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.serving import guided
 from jaxrl_async.serving import tool_calls
+from jaxrl_async.text import guides as guides_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.tools import formats
 
@@ -439,7 +440,7 @@ def test_marks_that_are_special_tokens_are_guided_and_read_too(tmp_path):
     grammar = guided.grammar(
       None, functions, "hermes", tokenizer, may_speak=may_speak
     )
-    guide = guided.Guides(tokenizer).guide(grammar)
+    guide = guides_lib.Guides(tokenizer).guide(grammar)
     assert accepts(guide, CALL, tokenizer)
     assert not accepts(guide, WRONG, tokenizer)
     assert accepts(guide, "I look. " + CALL, tokenizer) == may_speak

@@ -197,6 +197,7 @@ def test_the_idle_time_of_an_adoption_is_told_beside_that_of_a_step():
     *("waiting_slot_steps", "prefill_tokens", "busy_slot_steps", "wait_s"),
     *("generated_tokens", "recompute_tokens", "interruptions", "preemptions"),
     *("run/rollout_busy_s", "decode_steps", "cached_tokens"),
+    *("guided_tokens", "steered_tokens"),
   }
 
   def metrics(adopt_s, adoptions):

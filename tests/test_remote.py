@@ -45,11 +45,13 @@ def work_of(*indices):
           behavior_logprobs=np.linspace(-1, 0, i + 1, dtype=np.float32),
           policy_versions=np.full(i + 1, i, np.int32),
           writers=(("a", i),) if i else (),
+          steered=tuple(range(2, i + 1)),
         ),
         limit=9 + i,
         temperature=0.5 * i,
         stop=("x",) * i,
         stop_token_ids=(i,),
+        guide="g" * i,
       )
       for i in indices
     ),

@@ -4,7 +4,6 @@ import functools
 import ssl
 import threading
 
-import chat_templates
 import httpx
 import numpy as np
 import openai
@@ -65,8 +64,6 @@ async def asks_little_twice(access, item):
 async def is_refused(access, item):
   """Ask for what would be another distribution, or can never be."""
   for name, options in {
-    "response_format": {"response_format": {"type": "json_object"}},
-    "tool_choice": {"tools": chat_templates.TOOLS, "tool_choice": "required"},
     "min_tokens": {"extra_body": {"min_tokens": 2}},
     "ignore_eos": {"extra_body": {"ignore_eos": True}},
     "stop_token_ids": {"extra_body": {"stop_token_ids": [*range(9)]}},
@@ -114,6 +111,11 @@ async def gives_a_number_of_numpy(access, item):
   return np.float32(1.0)
 
 
+async def gives_more_than_is_read(access, item, **fields):
+  await test_sessions.say(access, [test_sessions.user("hello")])
+  return types.Reward(score=1.0, **fields)
+
+
 def in_a_wrapper(access, item):
   return gives_a_number_of_numpy(access, item)
 
@@ -137,6 +139,15 @@ def named(function):
 def test_a_function_may_return_a_coroutine(play):
   found = play(named(in_a_wrapper))
   assert found.failure == "" and found.reward == 1.0
+
+
+@pytest.mark.parametrize(
+  "fields", [{"token_scores": {}}, {"token_scores": {1: 2.0}}]
+)
+def test_what_is_not_read_of_a_reward_is_refused_by_name(play, fields):
+  found = play(named(gives_more_than_is_read), params=fields)
+  (name,) = fields
+  assert f"a Reward with {name}" in found.failure
 
 
 def test_answers_end_where_their_calls_say(play):

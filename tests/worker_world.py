@@ -76,6 +76,7 @@ class World:
       **options.pop("environment", {}),
     )
     self.requests = options.pop("requests", None)
+    engine = options.pop("engine", {})
     settings = {
       "group_size": GROUP_SIZE,
       "max_completion_tokens": MAX_COMPLETION,
@@ -101,7 +102,7 @@ class World:
     self.replica = replica_lib.Replica(
       "replica 0",
       self.link,
-      tiny.scheduler(cls=tiny.SteppedScheduler, busy=busy),
+      tiny.scheduler(cls=tiny.SteppedScheduler, busy=busy, **engine),
       channel=self.channel,
       tokenizer=tokenizer_lib.character_level(),
       requests=self.requests,

@@ -84,7 +84,8 @@ class RolloutSection:
   """Attended lengths of decode calls, up to cache_tokens."""
   prefill_chunk: int = setting(0, low=0)
   """Prompts of longer buckets are prefilled this many tokens at a time, with
-  decode calls in between; 0 disables chunks."""
+  decode calls in between; 0 disables chunks. With kept_tokens several such
+  parts follow each other, so that a prompt waits for 16 calls at most."""
   num_pages: int = setting(0, low=0, free="caches are rebuilt")
   """The cache is a pool of this many pages, which may be fewer than all slots
   need at once; 0 gives each slot memory of its own."""

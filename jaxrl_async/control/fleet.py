@@ -1,9 +1,10 @@
 """The actors' processes: starts them, hears of them, ends them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import multiprocessing
 import selectors
 import socket
+import threading
 
 from jaxtyping import Int
 import numpy as np
@@ -15,6 +16,70 @@ from jaxrl_async.processes import supervisor as supervisor_lib
 _JOIN_S = 5.0
 # More than that for processes that import Gymnasium and make environments.
 _START_S = 60.0
+
+
+class Patience:
+  """How long actors may be silent while they owe a step.
+
+  An environment is owed by its actor from the start or an answer on, until its
+  observation comes. While none is owed, no time counts. Until each environment
+  has been heard of once, the actors have `start_s` more, of which only time
+  counts in which all of them are silent.
+
+  Threads: any.
+  """
+
+  def __init__(
+    self,
+    timeout_s: float,
+    *,
+    num_actors: int,
+    ring: int,
+    start_s: float = _START_S,
+    seconds: Callable[[], float] | None = None,
+  ):
+    """Begin to count: all actors start now.
+
+    Args:
+      timeout_s: of the silence of all actors.
+      num_actors: how many there are.
+      ring: how many environments each has.
+      start_s: what the actors may take longer to start.
+      seconds: a clock; None is that of the machine.
+    """
+    self._timeout_s = timeout_s
+    self._seconds = seconds
+    self._starting = [ring] * num_actors  # environments never heard of
+    self._start = supervisor_lib.Deadline(start_s, seconds)
+    self._num_owed = ring * num_actors
+    self._lock = threading.Lock()
+    self._left = supervisor_lib.Deadline(timeout_s, seconds)
+
+  def answered(self, num_environments: int) -> None:
+    """Count environments whose actions their actors are about to get."""
+    with self._lock:
+      self._num_owed += num_environments
+      self._renew()
+
+  def heard(self, actor: int, num_environments: int) -> None:
+    """Count environments of an actor whose observations have come."""
+    with self._lock:
+      self._num_owed -= num_environments
+      # An actor makes all of its environments before it steps any.
+      self._starting[actor] = max(0, self._starting[actor] - num_environments)
+      self._renew()
+
+  def is_over(self) -> bool:
+    """Return whether all actors have been silent for too long."""
+    with self._lock:
+      is_starting = self._start.next_wait_s() > 0 and any(self._starting)
+      if is_starting or not self._num_owed:
+        self._renew()
+        return False
+      return not self._left.next_wait_s()
+
+  def _renew(self) -> None:
+    self._left = supervisor_lib.Deadline(self._timeout_s, self._seconds)
 
 
 class ActorFailed(supervisor_lib.RunError):
@@ -79,7 +144,11 @@ class Fleet:
       self._selector.register(here, selectors.EVENT_READ, actor)
       self._processes.append(process)
       self._turns.append(here)
-    self._patience = supervisor_lib.Deadline(section.timeout_s + _START_S)
+    self._patience = Patience(
+      section.timeout_s,
+      num_actors=section.num_actors,
+      ring=section.ring,
+    )
 
   def receive(self, timeout_s: float) -> Int[np.ndarray, "n"]:
     """Wait for actors, and return the environments whose observations came.
@@ -98,9 +167,8 @@ class Fleet:
       if not said:
         raise ActorFailed(f"actor {actor}: {self._reason(actor)}")
       arrived.append(np.frombuffer(said, np.int32))
-    if ready:
-      self.forgive()
-    elif not self._patience.next_wait_s():
+      self._patience.heard(actor, len(arrived[-1]))
+    if not ready and self._patience.is_over():
       raise ActorFailed(
         f"no actor said anything for {self._section.timeout_s:g} s"
         " (actors.timeout_s)"
@@ -116,13 +184,9 @@ class Fleet:
       f"its process ended with status {process.exitcode}"
     )
 
-  def forgive(self) -> None:
-    """Count the silence of the actors anew: they owed nothing until now."""
-    self._patience = supervisor_lib.Deadline(self._section.timeout_s)
-
   def answer(self, environments: Int[np.ndarray, "n"]) -> None:
     """Tell actors that the actions of these environments are in their slots."""
-    self.forgive()
+    self._patience.answered(len(environments))
     owners = environments // self._section.ring
     for actor in np.unique(owners).tolist():
       own = environments[owners == actor].astype(np.int32)

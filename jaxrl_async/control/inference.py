@@ -132,7 +132,6 @@ class Inference:
         return chosen, slots["column"][chosen]
       if len(self._waiting) == len(slots):
         self._buffer.wait_for_admission(version, seen, _POLL_S)
-        self._fleet.forgive()
         continue
       wait_s = _ADMISSION_POLL_S if self._waiting else _POLL_S
       self._take(self._fleet.receive(wait_s))

@@ -307,6 +307,8 @@ class StepResult:
     policy_versions: [B N] version of the weights that drew the token.
     has_ended: [B] whether the sequence ended in this call, or the slot idled.
     tickets: [B] tickets of the sequences in the slots.
+    is_steered: [B N] whether a guide has changed the distribution of the token,
+      see `sampling.is_steered`. None without guides.
   """
 
   tokens: np.ndarray
@@ -315,6 +317,7 @@ class StepResult:
   policy_versions: np.ndarray
   has_ended: np.ndarray
   tickets: np.ndarray
+  is_steered: np.ndarray | None = None
 
 
 def pack_result(
@@ -323,6 +326,7 @@ def pack_result(
   tokens: Int[Array, "N B"],
   is_valid: Bool[Array, "N B"],
   logprobs: Float[Array, "N B"],
+  is_steered: Bool[Array, "N B"] | None = None,
 ) -> Int[Array, "B W"]:
   """Pack the result of a call into one integer array.
 
@@ -334,8 +338,9 @@ def pack_result(
     tokens: token of each step and slot.
     is_valid: which of the tokens were drawn.
     logprobs: float32; their bits are stored as integers.
+    is_steered: as in `StepResult`; without guides it takes no columns.
   """
-  columns = (
+  columns = [
     tokens.T,
     is_valid.T.astype(jnp.int32),
     (state.positions + 1)[:, None],
@@ -343,7 +348,9 @@ def pack_result(
     jnp.broadcast_to(version, tokens.T.shape),
     (~state.is_active).astype(jnp.int32)[:, None],
     state.settings.tickets[:, None],
-  )
+  ]
+  if is_steered is not None:
+    columns.append(is_steered.T.astype(jnp.int32))
   return jnp.concatenate(columns, axis=1)
 
 
@@ -371,6 +378,7 @@ def unpack_result(data: np.ndarray, n: int) -> StepResult:
     n: number of steps per call.
   """
   logprobs = np.ascontiguousarray(data[:, 2 * n + 1 : 3 * n + 1])
+  is_steered = data[:, 4 * n + 3 :].astype(bool)
   return StepResult(
     tokens=data[:, :n],
     is_valid=data[:, n : 2 * n].astype(bool),
@@ -378,4 +386,5 @@ def unpack_result(data: np.ndarray, n: int) -> StepResult:
     policy_versions=data[:, 3 * n + 1 : 4 * n + 1],
     has_ended=data[:, 4 * n + 1].astype(bool),
     tickets=data[:, 4 * n + 2],
+    is_steered=is_steered if is_steered.size else None,
   )

@@ -178,7 +178,8 @@ class Engine(jetstream_api.Engine):
   def hold_base(self, weights: Any) -> None:
     """Keep the weights that no policy version changes.
 
-    From now on `load_params` takes adapters alone.
+    From now on `load_params` takes adapters alone. As there, weights that are
+    placed already are not copied, except for bfloat16 on a single CPU device.
 
     Args:
       weights: the base of a model with LoRA, as it was published.

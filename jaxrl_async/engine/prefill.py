@@ -9,7 +9,9 @@ The same is therefore true of the resulting bits.
 
 This is different with `kept_tokens`: prompts of buckets longer than
 `prefill_chunk` then begin with what pages hold of them, and only the rest is
-computed.
+computed. As `prefill_chunk` has to be small there, so that short turns are
+cached, a prompt of which no page is cached has several chunks between two
+calls, and waits for at most `_MOST_CALLS`.
 """
 
 import collections
@@ -24,6 +26,8 @@ from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import page_admission
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+
+_MOST_CALLS = 16
 
 
 class Row(NamedTuple):
@@ -64,6 +68,7 @@ class _Chunked:
     prefix: the rows, cached up to `start`.
     start: position of the next chunk, of all rows or of each.
     num_left: number of chunks that are left.
+    per_call: how many of them are cached between two calls.
     num_cached: of each row, as in `Row`.
   """
 
@@ -71,6 +76,7 @@ class _Chunked:
   prefix: decode_state_lib.Prefix
   start: int | np.ndarray
   num_left: int
+  per_call: int
   num_cached: list[int]
 
 
@@ -167,9 +173,9 @@ class Prefiller:
 
     Args:
       state: the slots' state, whose pages are read.
-      is_patient: whether to process at most one chunk of the chunked prompts,
-        so that running sequences wait less. If False, all requests are
-        completed.
+      is_patient: whether to process one chunk at most of the chunked prompts,
+        or a few with `kept_tokens`, so that running sequences wait less. If
+        False, all requests are completed.
 
     Returns:
       Whether this has to be called again to complete all requests. The caller
@@ -203,7 +209,8 @@ class Prefiller:
             self._finish_chunked()
             return bool(self._pending)
     if is_patient:
-      self._extend()
+      for _ in range(0 if self._chunked is None else self._chunked.per_call):
+        self._extend()
     else:
       self._finish_chunked()
     return False
@@ -287,6 +294,7 @@ class Prefiller:
         prefix=prefix,
         start=np.array(starts, np.int32) if self._keeps else 0,
         num_left=num_left,
+        per_call=-(-num_left // _MOST_CALLS) if self._keeps else 1,
         num_cached=starts,
       )
     )

@@ -273,7 +273,8 @@ class Programs:
       state: the state to continue from.
 
     Returns:
-      The new state, and tokens, validity and logprobs [B].
+      The new state, and tokens, validity and logprobs [B]. With guides also
+      whether they have changed the distribution of each row [B].
     """
     positions, settings = state.positions, state.settings
     was_active = state.is_active
@@ -333,7 +334,14 @@ class Programs:
       positions=jnp.where(was_active, positions + 1, positions),
       is_active=was_active & ~is_end & ~grown,
     )
-    return after, (tokens, is_drawn, logprobs)
+    if guided is None:
+      return after, (tokens, is_drawn, logprobs)
+    is_steered = sampling.is_steered(
+      logits,
+      settings.temperature,
+      sampling.unpacked(guided, self.model.vocab_size),
+    )
+    return after, (tokens, is_drawn, logprobs, is_steered)
 
   def decode_steps(
     self,

@@ -105,6 +105,9 @@ class SamplingSettings:
 
 
 MAX_END_TOKENS = setting_lib.MAX_STOP_TOKENS
+# A guide that leaves out no more than this of the probability of all tokens
+# leaves the distribution as it is.
+MAX_LEFT_OUT = 1e-3
 _BLOCK = 64  # tokens whose weights are summed before the sums are
 _STEP = 2.0**-23  # of the numbers that `jax.random.uniform` draws
 MIN_TEMPERATURE = 1e-30  # logits / temperature must fit into a float32
@@ -141,6 +144,28 @@ def unpacked(bits: Int[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
   places = jnp.arange(32, dtype=jnp.int32)[None, None]
   ones = (bits[:, :, None] >> places) & 1
   return ones.reshape(len(bits), -1)[:, :vocab_size].astype(bool)
+
+
+def is_steered(
+  logits: Float[Array, "B V"],
+  temperature: Float[Array, "B"],
+  is_allowed: Bool[Array, "B V"],
+) -> Bool[Array, "B"]:
+  """Return whether a guide changes the distribution of each row.
+
+  It does if the tokens that it forbids have more than `MAX_LEFT_OUT` of the
+  probability. Otherwise the logprob of a token is larger under the distribution
+  that is drawn from by at most -log(1 - MAX_LEFT_OUT), which is 1.0005e-3.
+
+  Args:
+    logits: float32, as for `sample`.
+    temperature: as for `sample`.
+    is_allowed: tokens that the guide allows.
+  """
+  divisor = jnp.where(temperature == 0.0, jnp.float32(1.0), temperature)
+  probabilities = jax.nn.softmax(logits / divisor[:, None], axis=-1)
+  left_out = jnp.where(is_allowed, jnp.float32(0.0), probabilities)
+  return jnp.sum(left_out, axis=-1) > jnp.float32(MAX_LEFT_OUT)
 
 
 def row_keys(

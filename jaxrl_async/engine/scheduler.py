@@ -354,6 +354,7 @@ class Scheduler:
       # Without a slot, its offer was taken, and the device chose the slot.
       num_placed += entry.slot is None
       entry.slot = slot
+      num_steered = len(entry.sequence.steered)
       num_new, num_kept = entry.sequence.take(
         result, slot, self.engine.end_tokens, self.stats.decode_steps
       )
@@ -365,6 +366,7 @@ class Scheduler:
         self.stats.evaluation_tokens += num_kept
       else:
         self.stats.generated_tokens += num_kept
+      self._count_guided(entry.sequence, num_kept, num_steered)
       if result.has_ended[slot]:
         ended.append(entry)
       elif entry.sequence.finish_reason is not None:
@@ -381,6 +383,20 @@ class Scheduler:
     if call.num_unplaced > num_placed:
       self.stats.waiting_slot_steps += result.is_valid.size
       self.stats.busy_slot_steps += in_use
+
+  def _count_guided(
+    self, sequence: sequence_lib.Sequence, num_kept: int, num_before: int
+  ) -> None:
+    """Count tokens that a sequence has got, if it has a guide.
+
+    Args:
+      num_kept: how many they are.
+      num_before: steered tokens that the sequence had before.
+    """
+    if sequence.guide is None or sequence.stream is not sampling.Stream.TRAIN:
+      return
+    self.stats.guided_tokens += num_kept
+    self.stats.steered_tokens += len(sequence.steered) - num_before
 
   # -- from the queue to the slots ------------------------------------------
 

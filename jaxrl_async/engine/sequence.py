@@ -91,6 +91,8 @@ class Sequence:
     behavior_logprobs: logprobs of these tokens when they were drawn.
     policy_versions: version of the weights that drew them; -1 for other tokens.
     finish_reason: why the completion ended; None while it has not.
+    steered: positions of the tokens that were drawn from another distribution
+      than the policy's, because of a guide.
     cache_builds: how its caches were made, by increasing length.
     began: version of the weights that made the first cache from which a token
       was drawn, in an earlier turn if there was one; -1 if no token was drawn.
@@ -132,6 +134,7 @@ class Sequence:
     self.behavior_logprobs = np.zeros((limit,), np.float32)
     self.policy_versions = np.full((limit,), -1, np.int32)
     self.finish_reason: types.FinishReason | None = None
+    self.steered: list[int] = []
     self.cache_builds: list[types.CacheBuild] = []
     self.began = -1
     self.num_cached: int | None = None
@@ -152,6 +155,7 @@ class Sequence:
     self.loss_mask[:n] = trajectory.loss_mask
     self.behavior_logprobs[:n] = trajectory.behavior_logprobs
     self.policy_versions[:n] = trajectory.policy_versions
+    self.steered = list(trajectory.steered)
     builds = trajectory.cache_builds
     if builds and trajectory.loss_mask.any():
       self.began = builds[0].version
@@ -242,6 +246,9 @@ class Sequence:
     tokens = result.tokens[slot, new]
     kept = self.stop(tokens) if self.stop is not None and len(new) else None
     num_kept = len(new) if kept is None else kept
+    if result.is_steered is not None:
+      (places,) = result.is_steered[slot, new[:num_kept]].nonzero()
+      self.steered += (self.length + places).tolist()
     self.append(
       tokens[:num_kept],
       result.logprobs[slot, new[:num_kept]],
@@ -284,5 +291,6 @@ class Sequence:
       member=self.member,
       **{name: getattr(self, name)[part].copy() for name in types.TOKEN_ARRAYS},
       finish_reason=self.finish_reason,
+      steered=tuple(at for at in self.steered if at >= begin),
       cache_builds=tuple(b for b in self.cache_builds if b.length >= begin),
     )

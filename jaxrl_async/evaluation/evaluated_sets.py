@@ -136,7 +136,8 @@ def mismatch_kl(
   the numerical error of the engine, including the error of quantised weights.
 
   Args:
-    trajectories: with the logprobs of the engine.
+    trajectories: with the logprobs of the engine. Tokens that guides have
+      changed do not count.
     trainer_logprobs: computes the logprobs of the trainer for all tokens of
       these trajectories.
   """
@@ -144,7 +145,7 @@ def mismatch_kl(
   for trajectory, logprobs in zip(
     trajectories, trainer_logprobs(trajectories), strict=True
   ):
-    mask = trajectory.loss_mask
+    mask = trajectory.learned_mask
     kl = divergences.k3(
       trajectory.behavior_logprobs[mask], logprobs[mask].astype(np.float64)
     )

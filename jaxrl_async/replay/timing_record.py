@@ -60,10 +60,14 @@ class TimingError(ValueError):
 
 
 def digest(trajectory: types.Trajectory) -> str:
-  """Return a digest of the bits of a trajectory's tokens and logprobs."""
+  """Return a digest of the bits of a trajectory's tokens and logprobs.
+
+  Which tokens were steered is part of it if some were.
+  """
   found = hashlib.sha256()  # processors have instructions for it
   for name in types.TOKEN_ARRAYS:
     found.update(np.ascontiguousarray(getattr(trajectory, name)).data)
+  found.update(np.array(trajectory.steered, np.int32).data)
   return base64.b64encode(found.digest()[:_DIGEST_BYTES]).decode()
 
 

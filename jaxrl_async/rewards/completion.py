@@ -118,9 +118,9 @@ def _completion(
   text = tokenizer.decode(written)
   begins = np.flatnonzero(~mask & np.append(True, mask[:-1]))
   turns = []
-  for first, end in zip(
-    begins, np.append(begins[1:], len(tokens)), strict=True
-  ):
+  # An episode that failed early has shown nothing, and there is no turn.
+  ends = np.append(begins, len(tokens))[1:]
+  for first, end in zip(begins, ends, strict=True):
     middle = first + int((~mask[first:end]).sum())
     turns.append(
       Turn(

@@ -19,6 +19,7 @@ from jaxrl_async import types
 from jaxrl_async.rollout import calls as calls_lib
 from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import messages
+from jaxrl_async.text import guides as guides_lib
 
 # An episode on the event loop is cancelled when its time is up. One that holds
 # the loop is given up so many seconds later.
@@ -250,6 +251,7 @@ class Environment:
     ends = messages.Ends()
     if isinstance(shown, episode_lib.Until):
       shown, ends = shown.shown, shown.ends
+      self._check_guide(ends.guide)
     is_anew = isinstance(shown, episode_lib.Anew)
     tokens = episode_lib.check_tokens(
       shown.tokens if is_anew else shown, self._vocab_size
@@ -258,6 +260,23 @@ class Environment:
     if context is not None:
       context.shown(answer)
     return answer
+
+  def _check_guide(self, grammar: str) -> None:
+    """Check that an engine can follow the grammar of a turn.
+
+    Raises:
+      EpisodeError: it cannot.
+    """
+    if not grammar:
+      return
+    try:
+      guides_lib.of(self._tokenizer).guide(grammar)
+    except ImportError as error:
+      raise episode_lib.EpisodeError(
+        "a guide needs the extra `guided`"
+      ) from error
+    except ValueError as error:
+      raise episode_lib.EpisodeError(f"guide: {error}") from error
 
 
 def is_async(episode: Callable[..., Any]) -> bool:

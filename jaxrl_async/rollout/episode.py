@@ -80,6 +80,11 @@ class Until:
   text or a token of the turn ends has the reason stop, and its completion holds
   that.
 
+  With a `guide`, which needs the extra of that name, the completion follows a
+  grammar in the notation of llguidance. Tokens at which the grammar changes the
+  policy's distribution (`sampling.is_steered`) are not learned from. The group
+  fails if the grammar cannot be read.
+
   Attributes:
     shown: the tokens, or an `Anew` with them.
     ends: what ends the turn, besides what ends all turns of the run.
@@ -92,15 +97,18 @@ class Until:
     max_tokens: int = 0,
     stop: str | Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
+    guide: str = "",
   ):
     """Show tokens, or an `Anew`; see `messages.Ends` for the rest.
 
     Raises:
-      ValueError: a value is out of range.
+      ValueError: a value is out of range, or a guide is no text.
     """
+    if not isinstance(guide, str):
+      raise ValueError(f"guide {guide!r:.100} is not the text of a grammar")
     self.shown = shown
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    self.ends = messages.Ends(max_tokens, strings, tuple(stop_token_ids))
+    self.ends = messages.Ends(max_tokens, strings, tuple(stop_token_ids), guide)
     if max_tokens < 0:
       raise ValueError(f"max_tokens {max_tokens} is less than 0")
     if not stop_strings.are_allowed(self.ends.stop):

@@ -44,17 +44,19 @@ class Ask:
 
 
 class Ends(NamedTuple):
-  """What ends a turn besides what ends all turns of the run.
+  """What ends a turn besides what ends all turns of the run, and its grammar.
 
   Attributes:
     max_tokens: the turn ends when it has this many tokens; 0 is no limit.
     stop: texts each of which ends the turn.
     stop_token_ids: tokens each of which ends the turn.
+    guide: the grammar of the turn, as `text.guides` reads it; "" is any text.
   """
 
   max_tokens: int = 0
   stop: tuple[str, ...] = ()
   stop_token_ids: tuple[int, ...] = ()
+  guide: str = ""
 
 
 class Turn(NamedTuple):
@@ -69,6 +71,7 @@ class Turn(NamedTuple):
     temperature: the sampling temperature.
     stop: texts each of which ends the turn.
     stop_token_ids: tokens each of which ends the turn, besides the engine's.
+    guide: as in `Ends`.
     question: number of the question of an evaluation that it answers, which
       seeds the sampling instead of the index; None for a group.
   """
@@ -79,6 +82,7 @@ class Turn(NamedTuple):
   temperature: float
   stop: tuple[str, ...] = ()
   stop_token_ids: tuple[int, ...] = ()
+  guide: str = ""
   question: int | None = None
 
   def until(self, ends: Ends) -> "Turn":
@@ -93,6 +97,7 @@ class Turn(NamedTuple):
       limit=limit,
       stop=(*self.stop, *ends.stop),
       stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+      guide=ends.guide,
     )
 
 

@@ -16,6 +16,7 @@ from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.rollout import client_requests
 from jaxrl_async.rollout import messages
 from jaxrl_async.rollout import weight_fetch
+from jaxrl_async.text import guides as guides_lib
 from jaxrl_async.text import stop_strings
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.weights import weight_transfer
@@ -266,6 +267,10 @@ def sequence_of(
   # A turn that was begun elsewhere may end with part of a stop text.
   begun = sequence.written()[sequence.turn_start :]
   sequence.stop = stop_strings.check_of(tokenizer, turn.stop, begun)
+  if turn.guide:
+    guide = guides_lib.of(tokenizer).guide(turn.guide)
+    guide.take(begun)
+    sequence.guide = guide
   return sequence
 
 

@@ -139,7 +139,10 @@ class Rewritten:
       for name in types.TOKEN_ARRAYS
     }
     last = self.branches[-1] = dataclasses.replace(
-      last, **arrays, cache_builds=(*last.cache_builds, *new.cache_builds)
+      last,
+      **arrays,
+      steered=(*last.steered, *new.steered),
+      cache_builds=(*last.cache_builds, *new.cache_builds),
     )
     self._builds.popleft()
     reason = sequence.finish_reason

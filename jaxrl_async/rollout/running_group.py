@@ -256,6 +256,7 @@ def joined(
   found, end = [], 0
   for one, its in zip(known, pieces, strict=True):
     writers, builds, reason = one.writers, one.cache_builds, one.finish_reason
+    steered = one.steered
     start, end = end, end + len(one.tokens)
     for replica, new in its:
       writers = _and_writer(writers, replica, len(new.tokens))
@@ -263,6 +264,7 @@ def joined(
         # The replica's own, of which the first may have been reported before.
         builds = tuple(b for b in builds if b.length < end - start)
         builds += new.cache_builds
+      steered += new.steered
       end += len(new.tokens)
       reason = new.finish_reason
     found.append(
@@ -275,6 +277,7 @@ def joined(
         finish_reason=reason,
         reward=one.reward,
         writers=writers,
+        steered=steered,
         cache_builds=builds,
         events=one.events,
       )

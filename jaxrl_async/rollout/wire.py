@@ -26,6 +26,8 @@ class PackedTrajectories:
     reasons: of each finish reason, its index in `types.FinishReason` plus one;
       0 is none.
     writers: those of each trajectory; () if none has any.
+    num_steered: how many `steered` tokens each has.
+    steered: the positions of all of them.
     num_builds: how many `cache_builds` each has.
     builds: the fields of all of them.
   """
@@ -37,6 +39,8 @@ class PackedTrajectories:
   loss_mask: Bool[np.ndarray, "T"]
   behavior_logprobs: Float[np.ndarray, "T"]
   policy_versions: Int[np.ndarray, "T"]
+  num_steered: Int[np.ndarray, "N"]
+  steered: Int[np.ndarray, "S"]
   num_builds: Int[np.ndarray, "N"]
   builds: Int[np.ndarray, "C 4"]
   writers: tuple[tuple[tuple[str, int], ...], ...] = ()
@@ -61,14 +65,15 @@ class PackedWork:
     admissions: index, birth and deadline of each turn's group.
     limits: of each turn.
     questions: of each turn; -1 for that of a group.
-    settings: the distinct (temperature, stop, stop_token_ids) of the turns.
+    settings: the distinct (temperature, stop, stop_token_ids, guide) of the
+      turns.
     settings_of: of each turn, which of them are its own.
   """
 
   admissions: Int[np.ndarray, "N 3"]
   limits: Int[np.ndarray, "N"]
   questions: Int[np.ndarray, "N"]
-  settings: tuple[tuple[float, tuple[str, ...], tuple[int, ...]], ...]
+  settings: tuple[tuple[float, tuple[str, ...], tuple[int, ...], str], ...]
   settings_of: Int[np.ndarray, "N"]
   trajectories: PackedTrajectories
   cancelled: tuple[int, ...]
@@ -87,6 +92,8 @@ def pack_trajectories(
       [_NUMBERS[t.finish_reason] for t in trajectories], np.int8
     ),
     writers=tuple(t.writers for t in trajectories) if has_writers else (),
+    num_steered=np.array([len(t.steered) for t in trajectories], np.int32),
+    steered=np.array([at for t in trajectories for at in t.steered], np.int32),
     num_builds=np.array([len(t.cache_builds) for t in trajectories], np.int32),
     builds=np.array(
       [build for t in trajectories for build in t.cache_builds], np.int32
@@ -105,12 +112,14 @@ def unpack_trajectories(packed: PackedTrajectories) -> list[types.Trajectory]:
   ends = np.cumsum(packed.lengths).tolist()
   arrays = [getattr(packed, name) for name in types.TOKEN_ARRAYS]
   writers = packed.writers or ((),) * len(ends)
+  steered = iter(packed.steered.tolist())
   builds = itertools.starmap(types.CacheBuild, packed.builds.tolist())
   found, start = [], 0
-  for member, reason, by, num_builds, end in zip(
+  for member, reason, by, num_steered, num_builds, end in zip(
     packed.members.tolist(),
     packed.reasons.tolist(),
     writers,
+    packed.num_steered.tolist(),
     packed.num_builds.tolist(),
     ends,
     strict=True,
@@ -125,6 +134,7 @@ def unpack_trajectories(packed: PackedTrajectories) -> list[types.Trajectory]:
         policy_versions=versions,
         finish_reason=_REASONS[reason],
         writers=by,
+        steered=tuple(itertools.islice(steered, num_steered)),
         cache_builds=tuple(itertools.islice(builds, num_builds)),
       )
     )
@@ -163,7 +173,9 @@ def unpack_report(packed: PackedReport) -> messages.Report:
 
 def pack_work(work: messages.Work) -> PackedWork:
   """Return work as arrays."""
-  settings = [(t.temperature, t.stop, t.stop_token_ids) for t in work.turns]
+  settings = [
+    (t.temperature, t.stop, t.stop_token_ids, t.guide) for t in work.turns
+  ]
   distinct = {one: i for i, one in enumerate(dict.fromkeys(settings))}
   return PackedWork(
     admissions=np.array(
@@ -195,7 +207,7 @@ def unpack_work(packed: PackedWork) -> messages.Work:
     unpack_trajectories(packed.trajectories),
     strict=True,
   ):
-    temperature, stop, stop_token_ids = packed.settings[number]
+    temperature, stop, stop_token_ids, guide = packed.settings[number]
     turns.append(
       messages.Turn(
         admission=types.Admission(index=index, birth=birth, deadline=deadline),
@@ -204,6 +216,7 @@ def unpack_work(packed: PackedWork) -> messages.Work:
         temperature=temperature,
         stop=stop,
         stop_token_ids=stop_token_ids,
+        guide=guide,
         question=None if question < 0 else question,
       )
     )

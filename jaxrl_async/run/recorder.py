@@ -377,6 +377,9 @@ def _rollout_metrics(
     "rollout/prefill_frac": prefill / max(all_tokens, 1),
     "rollout/cached_tokens": delta["cached_tokens"],
     "rollout/recompute_tokens": delta["recompute_tokens"],
+    "rollout/guided_tokens": delta["guided_tokens"],
+    "rollout/unlearned_frac": delta["steered_tokens"]
+    / max(delta["guided_tokens"], 1),
     "rollout/interruptions": delta["interruptions"],
     "rollout/preemptions": delta["preemptions"],
     "rollout/wait_for_admission_s": delta["wait_s"],

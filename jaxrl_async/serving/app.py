@@ -31,6 +31,7 @@ from jaxrl_async.serving import prometheus
 from jaxrl_async.serving import protocol
 from jaxrl_async.serving import requests as requests_lib
 from jaxrl_async.text import chat_template as chat_template_lib
+from jaxrl_async.text import guides as guides_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.tools import formats
 
@@ -109,7 +110,7 @@ class Service:
       characters=queue.cache_tokens * tokenizer.max_token_characters,
       max_body_bytes=self.limits.max_body_bytes,
     )
-    self._guides = guided.Guides(tokenizer)
+    self._guides = guides_lib.of(tokenizer)
     self.created_s = int(time.time())
     metrics.watch(queue)
 
@@ -241,7 +242,7 @@ class Service:
 
   def _read_completion(
     self, body: bytes
-  ) -> tuple[protocol.Completion, list[np.ndarray], guided.Guide | None]:
+  ) -> tuple[protocol.Completion, list[np.ndarray], guides_lib.Guide | None]:
     wanted = protocol.parse(protocol.Completion, body, self.bounds)
     self._check_model(wanted.model)
     num_prompts = len(wanted.prompts)
@@ -255,7 +256,7 @@ class Service:
 
   def _read_chat(
     self, body: bytes
-  ) -> tuple[protocol.Chat, np.ndarray, guided.Guide | None]:
+  ) -> tuple[protocol.Chat, np.ndarray, guides_lib.Guide | None]:
     wanted = protocol.parse(protocol.Chat, body, self.bounds)
     self._check_model(wanted.model)
     self._check_count("n", wanted.n, "choices of all prompts")
@@ -275,7 +276,7 @@ class Service:
     text = self._prompt_text(wanted.messages, wanted.shown_tools)
     return self.tokens(text, "messages")
 
-  def _guide_of_chat(self, wanted: protocol.Chat) -> guided.Guide | None:
+  def _guide_of_chat(self, wanted: protocol.Chat) -> guides_lib.Guide | None:
     tools, form = wanted.shown_tools, self.tool_format or ""
     schema = wanted.response_format.schema_of_answer
     must_call = wanted.tool_choice not in ("none", "auto")
@@ -313,7 +314,7 @@ class Service:
     wanted: protocol.Completion | protocol.Chat,
     name: str,
     grammar: str,
-  ) -> guided.Guide:
+  ) -> guides_lib.Guide:
     """Return the guide of a grammar, which the field of that name needs."""
     if wanted.min_tokens or wanted.ignore_eos:
       raise errors.ApiError(
@@ -441,7 +442,7 @@ class Service:
     request: http_requests.Request,
     wanted: protocol.Completion | protocol.Chat,
     prompts: list[np.ndarray],
-    guide: guided.Guide | None,
+    guide: guides_lib.Guide | None,
     max_tokens: int | None,
     has_logprobs: bool,
   ) -> answers.Answer:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.engine import sampling
-from jaxrl_async.serving import guided
+from jaxrl_async.text import guides as guides_lib
 
 MAX_SEED = 2**31 - 1
 
@@ -66,7 +66,7 @@ class Request:
   deadline_s: float
   client: str = ""
   adapter: int = 0
-  guide: guided.Guide | None = None
+  guide: guides_lib.Guide | None = None
 
   @property
   def all_choices(self) -> int:

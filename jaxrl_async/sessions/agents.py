@@ -101,7 +101,8 @@ async def run(
   """Run an agent to its end, and return its reward if it gives one.
 
   Raises:
-    AgentError: the program ended with an error, or the reward is no number.
+    AgentError: the program ended with an error, the reward is no number, or it
+      has fields that an agent cannot give.
   """
   if isinstance(agent, str):
     function = functools.partial(_function(agent), access, item, **params)
@@ -144,6 +145,11 @@ def _reward(given: Any) -> Reward | None:
   score, parts = given, {}
   if isinstance(given, Reward):
     score, parts = given.score, given.parts
+    if given.token_scores is not None:
+      raise session_lib.AgentError(
+        "the agent returned a Reward with token_scores; of an agent's Reward,"
+        " only score and parts are read"
+      )
   for number in (score, *parts.values()):
     is_number = isinstance(number, int | float | np.floating | np.integer)
     if not is_number or not math.isfinite(number):

@@ -17,7 +17,7 @@ import json
 import logging
 import math
 import time
-from typing import Any, NoReturn
+from typing import Any
 import weakref
 
 import numpy as np
@@ -34,12 +34,12 @@ from jaxrl_async.serving import bodies
 from jaxrl_async.serving import client_request
 from jaxrl_async.serving import errors
 from jaxrl_async.serving import generation
-from jaxrl_async.serving import guided
 from jaxrl_async.serving import prometheus
 from jaxrl_async.serving import protocol
 from jaxrl_async.serving import server as server_lib
 from jaxrl_async.sessions import agents
 from jaxrl_async.sessions import session as session_lib
+from jaxrl_async.text import guides as guides_lib
 
 # The episode has the deadline.
 _LIMITS = bodies.Limits(
@@ -129,25 +129,23 @@ class _Service(app_lib.Service):
     self._check_sampling(wanted)
     return wanted, prompts, guide
 
-  def _guide_of_chat(self, wanted: protocol.Chat) -> None:
-    """Refuse what would sample from another distribution.
+  def _guide_of_chat(self, wanted: protocol.Chat) -> guides_lib.Guide | None:
+    """Return the guide of a chat whose answer has to have a form.
 
-    Schemas of tools that are meant strictly are shown to the policy as others.
+    Schemas of tools that are meant strictly are shown to the policy as others:
+    many frameworks mark all tools so, and what a guide changes is not learned.
     """
-    if wanted.tool_choice not in ("none", "auto"):
-      self._guide(wanted, "tool_choice", "")
-    if wanted.response_format.schema_of_answer is not None:
-      self._guide(wanted, "response_format", "")
-
-  def _guide(self, wanted: Any, name: str, grammar: str) -> NoReturn:
-    raise _unsupported(name, _BY_ITSELF)
+    must_call = wanted.tool_choice not in ("none", "auto")
+    if not must_call and wanted.response_format.schema_of_answer is None:
+      return None
+    return super()._guide_of_chat(wanted)
 
   def _answer(
     self,
     request: http_requests.Request,
     wanted: protocol.Completion | protocol.Chat,
     prompts: list[np.ndarray],
-    guide: guided.Guide | None,
+    guide: guides_lib.Guide | None,
     max_tokens: int | None,
     has_logprobs: bool,
   ) -> answers.Answer:

@@ -156,7 +156,7 @@ class Session:
 
     Returns:
       The `tokens` to show, whether they begin a new branch (`is_anew`), and
-      what the call says of the end of its answer (`ends`), as arguments of
+      what the call says of its answer (`ends`), as arguments of
       `episode.Until`. At the end only the `reward`, or None if the agent gave
       none, and its `parts`.
 
@@ -252,12 +252,13 @@ class Session:
     return None
 
   def _ends(self, request: client_request.Request) -> dict[str, Any]:
-    """Return what ends the answer to a request, besides what ends each."""
+    """Return what a request says of its answer, besides what holds for each."""
     room = self.limit - len(request.prompt_of(0))
     ends = {
       "max_tokens": request.max_tokens if request.max_tokens < room else 0,
       "stop": list(request.stop_strings),
       "stop_token_ids": list(request.settings.end_tokens),
+      "guide": "" if request.guide is None else request.guide.grammar,
     }
     return {name: value for name, value in ends.items() if value}
 

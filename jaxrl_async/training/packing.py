@@ -61,10 +61,10 @@ class PackedBatch(NamedTuple):
     positions: int32 position within the trajectory; 0 in padding.
     segment_start: int32 column where the token's segment begins. In padding it
       is the first column of padding.
-    loss_mask: bool; True for tokens that the policy generated.
+    loss_mask: bool; True for the generated tokens that are learned from.
     advantages: float32 advantage of the token's trajectory; 0 in padding.
-    behavior_logprobs: float32; 0 where loss_mask is False.
-    policy_versions: int32; -1 where loss_mask is False.
+    behavior_logprobs: float32; 0 for tokens that the policy did not write.
+    policy_versions: int32; -1 for tokens that the policy did not write.
     fields: further float32 arrays by name, passed to `pack` or added by a stage
       of the train step; 0 in padding.
   """
@@ -110,6 +110,22 @@ def without_overlong(groups: list[RolloutGroup]) -> list[RolloutGroup]:
 
   return [
     dataclasses.replace(group, trajectories=[*map(learned, group.trajectories)])
+    for group in groups
+  ]
+
+
+def without_steered(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+  """Return the groups without loss tokens that guides have changed."""
+  if not any(t.steered for group in groups for t in group.trajectories):
+    return groups
+  return [
+    dataclasses.replace(
+      group,
+      trajectories=[
+        dataclasses.replace(t, loss_mask=t.learned_mask)
+        for t in group.trajectories
+      ],
+    )
     for group in groups
   ]
 

@@ -337,8 +337,11 @@ class Trainer:
   def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
     """Compute advantages, pack the groups and move them to the device."""
     settings = self.batch_settings
+    learned = packing.without_steered(groups)
     segments = self.plan(
-      packing.without_overlong(groups) if settings.overlong_filter else groups,
+      packing.without_overlong(learned)
+      if settings.overlong_filter
+      else learned,
       settings.advantages(groups),
       settings.fields([t for g in groups for t in g.trajectories]),
     )
