@@ -308,7 +308,9 @@ def _held(
 # -- packed rows --------------------------------------------------------------
 
 
-def with_gradients(name: str, sliding_window: int | None) -> Implementation:
+def with_gradients(
+  name: str, sliding_window: int | None, soft_cap: float | None = None
+) -> Implementation:
   """Return a function that computes the result and its gradients.
 
   The gradients are those of the weighted sum of the results, with respect to
@@ -324,7 +326,11 @@ def with_gradients(name: str, sliding_window: int | None) -> Implementation:
   ) -> tuple[jax.Array, ...]:
     window = _tried_window(sliding_window, start.shape[1])
     attend = packed_attention.over_rows(
-      name, start, query.shape[2], sliding_window=window
+      name,
+      start,
+      query.shape[2],
+      sliding_window=window,
+      soft_cap=soft_cap,
     )
     mixed, gradients = jax.vjp(attend, query, key, value)
     return mixed, *gradients(weights)
@@ -355,6 +361,7 @@ def for_training(
   dtype: jnp.dtype,
   layout: mesh_lib.Layout,
   sliding_windows: Sequence[int | None] = (None,),
+  soft_cap: float | None = None,
 ) -> str:
   """Return the name of the implementation for packed rows that a run takes.
 
@@ -370,6 +377,7 @@ def for_training(
     layout: of the training slice.
     sliding_windows: the window of each layer, as far as it matters in rows of
       this length.
+    soft_cap: of the scores of all layers.
 
   Raises:
     ConfigError: there is no such name, or it does not work here.
@@ -414,7 +422,7 @@ def for_training(
     wanted,
     candidates,
     {
-      name: with_gradients(name, window)
+      name: with_gradients(name, window, soft_cap)
       for name in packed_attention.IMPLEMENTATIONS
     },
     lambda: packed_trial(
@@ -451,7 +459,9 @@ def prefill_trial(
 
 
 def of_tokens(
-  attend: reference.CausalAttention, windows: Iterable[int | None] = (None,)
+  attend: reference.CausalAttention,
+  windows: Iterable[int | None] = (None,),
+  soft_cap: float | None = None,
 ) -> Implementation:
   """Return attention under each window, 0 at padding if it was finite there.
 
@@ -469,7 +479,9 @@ def of_tokens(
     results = []
     for window in windows:
       window = _tried_window(window, length)
-      mixed = attend(query, key, value, lengths, sliding_window=window)
+      mixed = attend(
+        query, key, value, lengths, sliding_window=window, soft_cap=soft_cap
+      )
       results.append(mixed * is_token)
     return results
 
@@ -546,6 +558,7 @@ def for_engine(
   dtype: jnp.dtype,
   mesh: Mesh,
   rules: sections.ShardingRules,
+  soft_cap: float | None = None,
 ) -> EngineAttention:
   """Try the platform's implementations, and log which ones are chosen.
 
@@ -562,6 +575,7 @@ def for_engine(
     dtype: dtype of the cache.
     mesh: mesh of the rollout slice.
     rules: sharding rules of the rollout slice.
+    soft_cap: of the scores of all layers.
 
   Raises:
     ConfigError: there is no such name, or the implementation does not work
@@ -591,7 +605,7 @@ def for_engine(
     wanted,
     PREFILL,
     {
-      name: of_tokens(attend, windows)
+      name: of_tokens(attend, windows, soft_cap)
       for name, attend in reference.CAUSAL.items()
     },
     lambda: prefill_trial(own, held(rows_axis, rows), longest, dtype),
@@ -606,6 +620,7 @@ def for_engine(
       pages=pages,
       held=held,
       windows_within=windows_within,
+      soft_cap=soft_cap,
       dtype=dtype,
       device=device,
     )
@@ -644,6 +659,7 @@ def _pick_decode(
   pages: tuple[int, int],
   held: Callable[[str | None, int], int],
   windows_within: Callable[[int], Iterable[int | None]],
+  soft_cap: float | None,
   dtype: jnp.dtype,
   device: Any,
 ) -> tuple[str, dict[str, str]]:
@@ -655,7 +671,7 @@ def _pick_decode(
     wanted,
     DECODE,
     {
-      name: functools.partial(attend, sliding_window=window)
+      name: functools.partial(attend, sliding_window=window, soft_cap=soft_cap)
       for name, attend in paged_attention.IMPLEMENTATIONS.items()
     },
     lambda: decode_trial(
@@ -686,9 +702,15 @@ def _over_mesh(
   if name == "xla" or mesh.size == 1:
     return attend
 
-  def on_mesh(*arrays: Any, sliding_window: int | None = None) -> jax.Array:
+  def on_mesh(
+    *arrays: Any,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+  ) -> jax.Array:
     mapped = jax.shard_map(
-      functools.partial(attend, sliding_window=sliding_window),
+      functools.partial(
+        attend, sliding_window=sliding_window, soft_cap=soft_cap
+      ),
       mesh=mesh,
       in_specs=arguments,
       out_specs=result,
