@@ -81,6 +81,7 @@ class Family:
     scales_embedding: embeddings are multiplied by the root of their size.
     divides_heads: hidden_size has to be a multiple of the number of heads.
     activation: the entry with the activation of the gate.
+    old_activations: names of it in old files, and what they mean.
     must_be_false: entries that this decoder does not implement.
     fused: matrices of a layer that are stored as one, by its name.
   """
@@ -99,6 +100,7 @@ class Family:
   scales_embedding: bool = False
   divides_heads: bool = False
   activation: str = "hidden_act"
+  old_activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
   must_be_false: tuple[str, ...] = ("mlp_bias", "attention_bias")
   fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
@@ -171,7 +173,9 @@ FAMILIES = {
     defaults={"sliding_window": 4096},
     windows=Windows.EVERY,
   ),
-  "gemma": _GEMMA,
+  "gemma": dataclasses.replace(
+    _GEMMA, old_activations={"gelu": "gelu_pytorch_tanh"}
+  ),
   "gemma2": _GEMMA2,
   "gemma3_text": dataclasses.replace(
     _GEMMA2,

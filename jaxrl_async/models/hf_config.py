@@ -189,6 +189,8 @@ def _with_defaults(
 
 def _activation(settings: Mapping[str, Any], family: families.Family) -> str:
   stored = settings.get(family.activation)
+  if isinstance(stored, str):
+    stored = family.old_activations.get(stored, stored)
   for name, known in configs.ACTIVATIONS.items():
     if stored == known or (stored is None and name == "silu"):
       return name
@@ -424,7 +426,9 @@ def _scaling(
     (place for place in (settings, rope) if place.get(_CONTEXT) is not None),
     None,
   )
-  if source is None or kind == "dynamic":
+  if kind == "linear":
+    context = 1  # which says nothing
+  elif source is None or kind == "dynamic":
     context = _number(settings, _MAX_POSITIONS, int)
   else:
     context = _number(source, _CONTEXT, int)
