@@ -314,6 +314,8 @@ def forward_settings(model, attention="xla"):
 
 
 def logits_of(model, params, batch, attention="xla"):
+  batch = jax.tree.map(jnp.asarray, batch)
+
   @jax.jit
   def compute(params):
     settings = forward_settings(model, attention)

@@ -7,6 +7,7 @@ transformers.
 import dataclasses
 
 import jax
+from jax import numpy as jnp
 import numpy as np
 import pytest
 import test_engine_mesh
@@ -85,7 +86,7 @@ def logprobs_and_gradients(shape, attention):
     layout=mesh_lib.Layout(mesh=mesh, rules=rules),
   )
   row = tiny.packed([tiny.prompt(n) % 96 for n in (30, 17)])
-  batch = jax.tree.map(lambda x: np.concatenate([x, x]), row)
+  batch = jax.tree.map(lambda x: jnp.concatenate([x, x]), row)
   weights = np.random.default_rng(0).normal(size=batch.tokens.shape)
 
   def loss(params):

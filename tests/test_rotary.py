@@ -7,6 +7,7 @@ the original context and beyond it.
 import dataclasses
 
 import jax
+from jax import numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -114,7 +115,7 @@ def test_layers_have_the_embedding_of_their_table():
 
 def test_without_an_embedding_nothing_is_rotated_and_a_part_stays():
   x = np.random.default_rng(0).normal(size=(1, 3, 2, 8)).astype(np.float32)
-  positions = np.array([[0, 7, 1000]], np.int32)
+  x, positions = jnp.asarray(x), jnp.array([[0, 7, 1000]], jnp.int32)
   none = rotary.factors(tiny.MODEL, None, positions)
   np.testing.assert_array_equal(rotary.rotated(x, *none), x)
   part = dataclasses.replace(tiny.MODEL, rotary_dim=6)
@@ -150,7 +151,7 @@ def test_stacked_layers_take_their_own_embeddings():
     has_rotary=(False, True),
   )
   params = tiny.params(0, model)
-  batch = tiny.packed([tiny.prompt(20)])
+  batch = jax.tree.map(jnp.asarray, tiny.packed([tiny.prompt(20)]))
   stacked = tiny.hidden_states(model, params, batch)
   apart = transformer.unstack(params, model.num_layers)
   listed = jax.jit(

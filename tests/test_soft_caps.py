@@ -23,11 +23,12 @@ def qkv(rows=1):
   rng = np.random.default_rng(0)
   shapes = (rows, T, N, H), (rows, T, K, H), (rows, T, K, H)
   q, k, v = (rng.normal(size=x).astype(np.float32) for x in shapes)
-  return 3 * q, k, v
+  return tuple(map(jnp.asarray, (3 * q, k, v)))
 
 
 def looped(query, key, value, start):
   """The equation, in float64, for the last query: softmax(c tanh(s / c))."""
+  query, key, value = map(np.asarray, (query, key, value))
   mixed = np.zeros((N, H))
   for n in range(N):
     k, v = key[start:, n // (N // K)], value[start:, n // (N // K)]
@@ -38,17 +39,19 @@ def looped(query, key, value, start):
   return mixed
 
 
-STARTS = np.repeat([0, 40, 41], [40, 1, T - 41])[None].astype(np.int32)
+BEGINNINGS = np.repeat([0, 40, 41], [40, 1, T - 41])[None].astype(np.int32)
 
 
 @pytest.mark.parametrize("name", packed_attention.PLAIN)
 def test_scores_over_packed_rows_have_the_cap(name):
   query, key, value = qkv()
-  attend = packed_attention.over_rows(name, STARTS, N, soft_cap=CAP)
+  attend = packed_attention.over_rows(
+    name, jnp.asarray(BEGINNINGS), N, soft_cap=CAP
+  )
   found = jax.jit(attend)(query, key, value)
   for t in (0, 39, 40, 60, T - 1):
     expected = looped(
-      query[0, t], key[0, : t + 1], value[0, : t + 1], STARTS[0, t]
+      query[0, t], key[0, : t + 1], value[0, : t + 1], BEGINNINGS[0, t]
     )
     np.testing.assert_allclose(found[0, t], expected, atol=1e-5)
 
@@ -56,7 +59,9 @@ def test_scores_over_packed_rows_have_the_cap(name):
 @pytest.mark.parametrize("name", ["blocks", "chunks"])
 def test_gradients_under_the_cap_are_those_of_plain_xla(name):
   def gradients(name):
-    attend = packed_attention.over_rows(name, STARTS, N, soft_cap=CAP)
+    attend = packed_attention.over_rows(
+      name, jnp.asarray(BEGINNINGS), N, soft_cap=CAP
+    )
     weights = qkv()[0] - 0.3
 
     def loss(*arguments):
@@ -72,7 +77,7 @@ def test_gradients_under_the_cap_are_those_of_plain_xla(name):
 def test_the_engines_attention_has_the_cap():
   query, key, value = qkv()
   expected = looped(query[0, T - 1], key[0], value[0], 0)
-  lengths = np.array([T], np.int32)
+  lengths = jnp.array([T], jnp.int32)
   whole = reference.causal_xla(query, key, value, lengths, soft_cap=CAP)
   np.testing.assert_allclose(whole[0, -1], expected, atol=1e-5)
   layer = kv_cache.from_prefill(key, value, jnp.dtype("float32"))
@@ -83,9 +88,9 @@ def test_the_engines_attention_has_the_cap():
   decoded = paged_attention.attend_cached(last[0], parts, last[1], soft_cap=CAP)
   np.testing.assert_allclose(decoded[0], expected, atol=1e-5)
   pool = tuple(
-    np.moveaxis(x[0].reshape(15, 10, K, H), 2, 0) for x in (key, value)
+    jnp.moveaxis(x[0].reshape(15, 10, K, H), 2, 0) for x in (key, value)
   )
-  pages = np.arange(15, dtype=np.int32)[None]
+  pages = jnp.arange(15, dtype=jnp.int32)[None]
   paged = paged_attention.xla(pool, *last, pages, soft_cap=CAP)
   np.testing.assert_allclose(paged[0], expected, atol=1e-5)
 
@@ -139,6 +144,7 @@ def test_kernels_without_a_cap_are_refused_by_name():
 def test_logprobs_of_divided_and_capped_logits(cap, vocab_chunk):
   rng = np.random.default_rng(0)
   batch = tiny.packed([rng.integers(0, 13, n) for n in (9, 4)], 16)
+  batch = jax.tree.map(jnp.asarray, batch)
   hidden = rng.normal(size=(1, 16, 6)).astype(np.float32)
   head = rng.normal(size=(13, 6)).astype(np.float32)
   weights = rng.normal(size=(2, 1, 16)).astype(np.float32)

@@ -60,6 +60,12 @@ ALL_SCALINGS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 FIXED_SCALINGS = ("linear", "llama3", "yarn")
 
 
+class Same(NamedTuple):
+  """A default that is the value of another entry of config.json."""
+
+  name: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
   """What the models of a family have in common.
@@ -68,8 +74,7 @@ class Family:
     architecture: the class of transformers.
     has: fields of the architecture that all of its models have.
     reads: entries of config.json by the field that they set.
-    defaults: what an entry is if config.json leaves it out; a text is the
-      entry whose value it takes.
+    defaults: what an entry is if config.json leaves it out.
     windows: which layers have a sliding window.
     full_every: of MOST: the layers n - 1, 2n - 1, ... have none.
     reads_full_every: whether sliding_window_pattern may be another n.
@@ -105,7 +110,7 @@ class Family:
   fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
-_ALL_HEADS = {"num_key_value_heads": "num_attention_heads"}
+_ALL_HEADS = {"num_key_value_heads": Same("num_attention_heads")}
 _AFTER = {"norms": configs.Norms.AFTER}
 # A score is divided by the root of query_pre_attn_scalar.
 _QUERY_SCALE = Setting(
@@ -211,7 +216,7 @@ FAMILIES = {
       **_OLMO2.defaults,
       "sliding_window": 4096,
       "rope_theta": 5e5,
-      "rope_local_base_freq": "rope_theta",
+      "rope_local_base_freq": Same("rope_theta"),
     },
     windows=Windows.MOST,
     full_every=4,

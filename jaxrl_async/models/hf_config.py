@@ -183,7 +183,8 @@ def _with_defaults(
   found = dict(settings)
   for name, value in family.defaults.items():
     if found.get(name) is None and not (name in optional and name in found):
-      found[name] = found.get(value) if isinstance(value, str) else value
+      is_other = isinstance(value, families.Same)
+      found[name] = found.get(value.name) if is_other else value
   return found
 
 
@@ -249,8 +250,10 @@ def _sliding_windows(
       every = family.full_every
       if family.reads_full_every:
         every = _number(settings, "sliding_window_pattern", int, every)
+      # An EXAONE may do without, and then rotates all layers.
+      may_have = window or family.rotated is not families.Rotated.WINDOWED
       has_window = [
-        has and (i + 1) % every > 0 for i, has in enumerate(has_window)
+        bool(may_have) and (i + 1) % every > 0 for i in range(num_layers)
       ]
     if any(has_window) and window is None:
       needed = "sliding_window"
