@@ -136,7 +136,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
       f" {num_heads}, as transformers requires of this family"
     )
   windows = _sliding_windows(settings, name, family, num_layers)
-  fields = {
+  fields: dict[str, Any] = {
     field: None
     if settings[entry.name] is None
     else entry.read(_number(settings, entry.name, float))
@@ -610,8 +610,9 @@ def _rope_settings(
   config: configs.ModelConfig, family: families.Family
 ) -> dict[str, Any]:
   """Return the settings of the rotary embeddings except for the base."""
-  scaling, found = config.rope_scaling, {}
-  described = None
+  scaling = config.rope_scaling
+  found: dict[str, Any] = {}
+  described: dict[str, Any] | None = None
   if scaling is not None:
     described = {"rope_type": scaling.kind}
     for name, field in _SCALING_NUMBERS[scaling.kind].items():

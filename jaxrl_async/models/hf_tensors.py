@@ -67,7 +67,7 @@ def places(config: configs.ModelConfig) -> dict[str, tuple[Place, ...]]:
   family = families.FAMILIES[hf_config.family_of(c)]
   d, h = c.model_dim, c.head_dim
   # Leaves of a layer with their shapes, by stored name.
-  block = {
+  block: dict[str, list[tuple[str, tuple[int, ...]]]] = {
     f"{stored}.weight": [(leaf, (d,))]
     for leaf, stored in configs.NORMS[c.norms].items()
   }
@@ -87,7 +87,9 @@ def places(config: configs.ModelConfig) -> dict[str, tuple[Place, ...]]:
     block["self_attn.q_norm.weight"] = [("query_norm", (of_query,))]
     block["self_attn.k_norm.weight"] = [("key_norm", (of_key,))]
   table = (c.vocab_size, d)
-  found = {EMBEDDING: (Place("embedding", None, table),)}
+  found: dict[str, tuple[Place, ...]] = {
+    EMBEDDING: (Place("embedding", None, table),)
+  }
   for layer in range(c.num_layers):
     for suffix, leaves in block.items():
       sizes = [0, *itertools.accumulate(shape[0] for _, shape in leaves)]

@@ -155,8 +155,7 @@ def _attend_one(
   return (mixed / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
+def _attended(
   soft_cap: float | None,
   query: Float[Array, "b B K Q H"],
   key: Float[Array, "c B K block H"],
@@ -249,4 +248,5 @@ def _backward(
   return d_query, d_key, d_value, None, None
 
 
+_attend = jax.custom_vjp(_attended, nondiff_argnums=(0,))
 _attend.defvjp(_forward, _backward)
