@@ -42,6 +42,11 @@ VOCABULARY = test_parity.VOCABULARY
 PAD = VOCABULARY - 1
 NUM_TOKENS = 64  # a greedy continuation
 LENGTHS = (5, 11)  # of the prompts that are continued
+# The cases of the default run, which have all that the others have.
+QUICK = (
+  *("gemma2-windows-caps", "gemma3", "smollm3", "olmo3"),
+  *("phi4-mini-long", "granite", "exaone4"),
+)
 
 
 class Case(NamedTuple):
@@ -83,7 +88,8 @@ def case(name, family, heads, kv_heads, model_dim, *, layers=2, **more):
     "eos_token_id": None,
     "pad_token_id": PAD,
   }
-  return pytest.param(Case(family, sizes | more, **own), id=name)
+  marks = (pytest.mark.slow,) if name not in QUICK else ()
+  return pytest.param(Case(family, sizes | more, **own), id=name, marks=marks)
 
 
 def rope(kind="default", theta=500.0, **more):
