@@ -18,7 +18,6 @@ shapes they do not take is a bug and is raised.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
-import sys
 from typing import Any
 
 from absl import logging
@@ -30,6 +29,7 @@ import numpy as np
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import topology
+from jaxrl_async.models.attention import kernel_errors
 from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.models.attention import packed_attention
 from jaxrl_async.models.attention import paged_attention
@@ -72,35 +72,6 @@ class Trial:
 
 
 # -- the trial ----------------------------------------------------------------
-
-# Errors of Pallas, which have neither a public name nor a common base class.
-_PALLAS_ERRORS = {
-  "jax._src.pallas.mosaic.error_handling": "MosaicError",
-  "jax._src.pallas.mosaic.lowering": "LoweringException",
-  "jax._src.pallas.mosaic_gpu.lowering": "LoweringError",
-  "jax._src.pallas.triton.lowering": "LoweringError",
-}
-
-
-def refusals() -> tuple[type[Exception], ...]:
-  """Return the errors that mean that a kernel does not fit a device.
-
-  RuntimeError includes JaxRuntimeError (errors of the compiler and the device),
-  NotImplementedError and a missing cuDNN. An error of a module that nobody has
-  imported has not been raised.
-  """
-  loaded = (
-    getattr(sys.modules.get(module), name, None)
-    for module, name in _PALLAS_ERRORS.items()
-  )
-  return (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AssertionError,
-    ImportError,
-    *(error for error in loaded if error is not None),
-  )
 
 
 def _distances(found: Results, expected: Results) -> np.ndarray:
@@ -172,7 +143,7 @@ def refusal(attend: Implementation, trial: Trial, expected: Reference) -> str:
         worst = errors[~is_close].max()
         return f"it is off by {worst:.2g} of the norm"
     jax.jit(attend).lower(*trial.shapes).compile()
-  except refusals() as error:
+  except kernel_errors.refusals() as error:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
   return ""
