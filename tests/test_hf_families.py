@@ -158,6 +158,18 @@ def test_layers_are_those_of_the_settings(tmp_path):
       {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
       "rope_scaling.rope_type is 'dynamic'; use 'default', 'linear'",
     ),
+    (
+      "OLMo 3 7B",
+      {
+        "rope_scaling": {
+          "rope_type": "yarn",
+          "factor": 8.0,
+          "truncate": False,
+          "original_max_position_embeddings": 8192,
+        }
+      },
+      "rope_scaling.truncate is False",
+    ),
     ("Gemma 2 2B", {"sliding_window": None}, "no window; set sliding_window"),
     ("Gemma 2 2B", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
     ("Gemma 2 2B", {"num_attention_heads": 5}, "num_attention_heads 5"),

@@ -370,6 +370,11 @@ def _rope_fields(
       f"{where}.rope_type is {sections.shown(kind)}; use"
       f" {', '.join(map(repr, ('default', *family.scalings)))}"
     )
+  if family.has_local_rope and rope.get("truncate") is False:
+    raise ValueError(
+      f"{where}.truncate is False, which transformers does not read in this"
+      " family; leave it out"
+    )
   if unknown := sorted(rope.keys() - _ROPE_KEYS):
     name = sections.shown(unknown[0]).strip("'")
     raise ValueError(f"{where}.{name} is not supported")
