@@ -38,6 +38,7 @@ import side_by_side
 
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.models.attention import choice
+from jaxrl_async.models.attention import kernel_errors
 from jaxrl_async.models.attention import packed_attention
 from jaxrl_async.models.attention import paged_attention
 from jaxrl_async.models.attention import reference
@@ -184,7 +185,7 @@ def _time_ms(attend: Callable[..., jax.Array], arguments: Any) -> float | None:
       start_s = time.perf_counter()
       jax.block_until_ready(compiled(*arguments))
       times_s.append(time.perf_counter() - start_s)
-  except choice.refusals():
+  except kernel_errors.refusals():
     return None
   return 1e3 * statistics.median(times_s)
 
@@ -197,7 +198,7 @@ def _error(
   """Return the largest distance; None if the call does not run."""
   try:
     return float(expected.errors(attend, trial).max())
-  except choice.refusals():
+  except kernel_errors.refusals():
     return None
 
 

@@ -13,6 +13,7 @@ import tiny
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models.attention import choice
+from jaxrl_async.models.attention import kernel_errors
 from jaxrl_async.models.attention import packed_attention
 from jaxrl_async.models.attention import paged_attention
 from jaxrl_async.models.attention import reference
@@ -113,7 +114,7 @@ def test_jaxs_own_attention_means_the_same_by_its_arguments(window):
 
 
 def test_cudnn_is_refused_where_there_is_none():
-  with pytest.raises(choice.refusals()):
+  with pytest.raises(kernel_errors.refusals()):
     reference.causal_cudnn(*rows_of(9))
 
 
@@ -227,7 +228,7 @@ def test_heads_that_a_kernel_does_not_take_are_a_refusal(
 ):
   trial = decode_trial(heads, SIZES, "bfloat16")
   with (
-    pytest.raises(choice.refusals()),
+    pytest.raises(kernel_errors.refusals()),
     jax.sharding.use_abstract_mesh(H100),
   ):
     jax.jit(attend).trace(*trial.arguments).lower(

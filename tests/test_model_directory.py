@@ -72,7 +72,7 @@ FIELDS = {
   "quantization_config": (3, {}, [], {"bits": 4}, "awq", False),
   "rope_scaling": NOT_OBJECTS,
   "rope_parameters": NOT_OBJECTS,
-  "rope_scaling.rope_type": (3, [], {}, "yarn", "", ["llama3"]),
+  "rope_scaling.rope_type": (3, [], {}, "ntk", "", ["llama3"]),
   "rope_scaling.factor": (*NOT_FLOATS, None),
   "rope_scaling.low_freq_factor": (*NOT_FLOATS, None, 4.0),
   "rope_scaling.high_freq_factor": (*NOT_FLOATS, None, 1.0),

@@ -19,6 +19,7 @@ from jaxrl_async.engine import scheduler as scheduler_lib
 from jaxrl_async.engine import sequence as sequence_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import hf_weights
+from jaxrl_async.models import rotary
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 
@@ -414,5 +415,5 @@ def test_rotary_frequencies_are_those_of_transformers(head_dim, theta, scaling):
     else None,
   )
   np.testing.assert_array_almost_equal_nulp(
-    transformer.rope_frequencies(model), expected, nulp=1
+    rotary.frequencies(model, *set(model.ropes)), expected, nulp=1
   )

@@ -11,6 +11,7 @@ import tiny
 
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
+from jaxrl_async.models import rotary
 from jaxrl_async.models import transformer
 from jaxrl_async.planning import matmul_rate
 
@@ -159,7 +160,7 @@ def test_rotary_frequencies_are_their_formula():
   model = dataclasses.replace(tiny.MODEL, head_dim=64, rope_theta=5e5)
   plain = 5e5 ** -(np.arange(0, 64, 2) / 64)
   np.testing.assert_allclose(
-    transformer.rope_frequencies(model), plain, rtol=1e-6
+    rotary.frequencies(model, *set(model.ropes)), plain, rtol=1e-6
   )
   scaling = configs.RopeScaling(
     factor=8.0,
@@ -184,7 +185,7 @@ def test_rotary_frequencies_are_their_formula():
       expected.append((1 - share) * frequency / 8 + share * frequency)
   assert regions == {"kept", "slowed", "between"}
   np.testing.assert_allclose(
-    transformer.rope_frequencies(scaled), expected, rtol=1e-6
+    rotary.frequencies(scaled, *set(scaled.ropes)), expected, rtol=1e-6
   )
   with pytest.raises(ValueError, match="low_freq_factor"):
     dataclasses.replace(scaling, high_freq_factor=1.0)

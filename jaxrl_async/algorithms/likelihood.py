@@ -43,6 +43,8 @@ def token_logprobs_and_entropy(
   temperature: float,
   vocab_chunk: int,
   layout: mesh_lib.Layout | None = None,
+  divisor: float = 1.0,
+  soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   r"""Return the logprob of each token and the entropy of its distribution.
 
@@ -65,6 +67,9 @@ def token_logprobs_and_entropy(
       the largest array that is made.
     layout: of the mesh that the program is compiled for. Each chunk has at
       least one column of every part of the vocabulary.
+    divisor: of the logits of the model, besides the temperature.
+    soft_cap: c of c tanh(l / c), which the model's logits become before they
+      are divided by the temperature. None leaves them as they are.
   """
   same = segment_ids[:, 1:] == segment_ids[:, :-1]
   draws_next = jnp.pad(same & (segment_ids[:, 1:] != 0), ((0, 0), (0, 1)))
@@ -72,7 +77,7 @@ def token_logprobs_and_entropy(
   # alone would not keep their NaN out of the gradient of head, which is a
   # product of hidden states with zeros.
   logprobs, entropy = _next_logprobs_and_entropy(
-    _Walk(temperature, vocab_chunk, layout),
+    _Walk(temperature, vocab_chunk, layout, divisor, soft_cap),
     jnp.where(draws_next[..., None], hidden, 0),
     head,
     jnp.roll(tokens, -1, axis=1),
@@ -93,6 +98,8 @@ class _Walk:
   temperature: float
   vocab_chunk: int
   layout: mesh_lib.Layout | None
+  divisor: float
+  soft_cap: float | None
 
   def in_parts(self, head: Float[Array, "V D"]) -> Float[Array, "S W D"]:
     """Split the entries into the parts that the mesh distributes."""
@@ -137,7 +144,22 @@ class _Walk:
     """Return the scaled float32 logits of one chunk."""
     logits = products.contract(hidden, chunk, (2,), jnp.float32)
     logits = self.split(logits, "batch", "tokens", "vocab", None)
-    return logits / self.temperature
+    if self.soft_cap is None:
+      return logits / (self.divisor * self.temperature)
+    capped = jnp.tanh(logits / (self.divisor * self.soft_cap))
+    return capped * (self.soft_cap / self.temperature)
+
+  def before_scaling(
+    self, d_logits: Float[Array, "B T S C"], logits: Float[Array, "B T S C"]
+  ) -> Float[Array, "B T S C"]:
+    """Return the gradient of the products from that of the result of `logits`.
+
+    d c tanh(l / c) / d l = 1 - tanh(l / c)^2
+    """
+    if self.soft_cap is not None:
+      tanh = logits * (self.temperature / self.soft_cap)
+      d_logits = d_logits * (1.0 - jnp.square(tanh))
+    return d_logits / (self.divisor * self.temperature)
 
   def whole_logits(
     self, hidden: Float[Array, "B T D"], head: Float[Array, "S W D"]
@@ -292,7 +314,7 @@ def _backward(
     d_logits = jnp.where(is_target, d_logprobs, 0) - jnp.exp(logprobs) * (
       d_logprobs + d_entropy * (logprobs + entropy)
     )
-    d_logits = (d_logits / walk.temperature).astype(hidden.dtype)
+    d_logits = walk.before_scaling(d_logits, logits).astype(hidden.dtype)
     # XLA runs a batched product with a batch of one more slowly than the plain
     # product, so the axis of parts is left out where there is one part.
     if chunk.shape[0] > 1:

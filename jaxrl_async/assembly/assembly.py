@@ -76,6 +76,7 @@ def forward_settings(
       dtype=jax.numpy.dtype(config.model.compute_dtype),
       layout=layout,
       sliding_windows=model.windows_within(config.train.tokens_per_row),
+      soft_cap=model.attention_soft_cap,
     ),
     temperature=temperature,
     vocab_chunk=config.train.vocab_chunk,

@@ -388,6 +388,7 @@ def _model_config(
     f" {most} tokens (max_position_embeddings); use {most} or fewer, or allow"
     f" more by model.max_positions={longest}",
   )
+  model = model.within(longest)
   return dataclasses.replace(model, lora=lora_lib.of_section(config.model.lora))
 
 
@@ -409,6 +410,7 @@ def _teacher_config(
     return policy.base
   try:
     model = hf_config.model_config(directory)
+    model = model.within(config.rollout.cache_tokens)
     digest = tokenizer_lib.load(directory).digest()
   except (FileNotFoundError, ValueError) as error:
     raise sections.ConfigError(f"{field}: {error}") from error

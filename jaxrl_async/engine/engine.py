@@ -137,6 +137,7 @@ class Engine(jetstream_api.Engine):
       dtype=self.dtype,
       mesh=mesh,
       rules=rules,
+      soft_cap=model.attention_soft_cap,
     )
     axes = transformer.logical_axes(model, is_stacked=False)
     axes = quantization.logical_axes(axes, weights)

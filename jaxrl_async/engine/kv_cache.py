@@ -107,6 +107,7 @@ def attend_rows(
   start: Int[Array, ""] | Int[Array, "B"] | int,
   *,
   sliding_window: int | None = None,
+  soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
   """Return causal attention of a chunk of queries over cached rows.
 
@@ -116,6 +117,7 @@ def attend_rows(
     start: position of the first query, for all rows or for each.
     sliding_window: number of tokens that a query sees, itself included; None is
       all of them.
+    soft_cap: of the scores, as in `reference.xla_attention`.
   """
   rows, length, num_heads, head_dim = query.shape
   num_kv_heads, width = layer[0].shape[1], layer[0].shape[3]
@@ -127,7 +129,7 @@ def attend_rows(
   )
   grouped = query.reshape(rows, length, num_kv_heads, -1, head_dim)
   positions = positions_from(start, length)
-  attend = functools.partial(_attend_piece, layer, sliding_window)
+  attend = functools.partial(_attend_piece, layer, sliding_window, soft_cap)
   if piece == length:
     mixed = attend((grouped, positions))
   else:
@@ -145,6 +147,7 @@ def attend_rows(
 def _attend_piece(
   layer: Layer,
   sliding_window: int | None,
+  soft_cap: float | None,
   piece: tuple[Float[Array, "B T K G H"], Int[Array, "_ T"]],
 ) -> Float[Array, "B T K G H"]:
   """Return attention of queries at these positions; see `attend_rows`."""
@@ -152,7 +155,7 @@ def _attend_piece(
   scores = jnp.einsum(
     "btkgh,bkhs->bkgts", query, keys, preferred_element_type=jnp.float32
   )
-  scores = scores * jnp.float32(query.shape[-1] ** -0.5)
+  scores = reference.scaled(scores, query.shape[-1], soft_cap)
   times = jnp.arange(keys.shape[3])[None, None]
   seen = times <= positions[..., None]
   if sliding_window is not None:
@@ -274,6 +277,7 @@ class Slots:
     pages: Int[Array, "B P"],
     window: int,
     sliding_window: int | None,
+    soft_cap: float | None = None,
   ) -> Float[Array, "B N H"]:
     """Return attention of one query per slot over cached times 0..position.
 
@@ -284,7 +288,9 @@ class Slots:
     parts = [
       (keys, values) for start, keys, values in _parts(layer) if start < window
     ]
-    return paged_attention.attend_cached(query, parts, positions)
+    return paged_attention.attend_cached(
+      query, parts, positions, soft_cap=soft_cap
+    )
 
 
 def _width(layer: PartedLayer) -> int:
@@ -423,6 +429,7 @@ class Pages:
     pages: Int[Array, "B P"],
     window: int,
     sliding_window: int | None,
+    soft_cap: float | None = None,
   ) -> Float[Array, "B N H"]:
     """Return attention of one query per slot over cached times 0..position.
 
@@ -430,5 +437,10 @@ class Pages:
     """
     pages = pages[:, : -(-window // self.page_tokens)]
     return self.attention(
-      layer, query, positions, pages, sliding_window=sliding_window
+      layer,
+      query,
+      positions,
+      pages,
+      sliding_window=sliding_window,
+      soft_cap=soft_cap,
     )

@@ -82,7 +82,12 @@ class Programs:
       layer: int, query: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, kv_cache.Layer]:
       mixed = self.prefill_attention(
-        query, key, value, lengths, sliding_window=windows[layer]
+        query,
+        key,
+        value,
+        lengths,
+        sliding_window=windows[layer],
+        soft_cap=self.model.attention_soft_cap,
       )
       return mixed, kv_cache.from_prefill(key, value, self.cache_dtype)
 
@@ -165,7 +170,11 @@ class Programs:
       added = kv_cache.from_prefill(key, value, self.cache_dtype)
       written = kv_cache.extend_rows(prefix.cache[layer], added, start)
       mixed = kv_cache.attend_rows(
-        written, query, start, sliding_window=windows[layer]
+        written,
+        query,
+        start,
+        sliding_window=windows[layer],
+        soft_cap=self.model.attention_soft_cap,
       )
       return mixed, written
 
@@ -295,7 +304,13 @@ class Programs:
         window,
       )
       mixed = self.layout.attend(
-        written, query, seen, settings.pages, window, windows[layer]
+        written,
+        query,
+        seen,
+        settings.pages,
+        window,
+        windows[layer],
+        self.model.attention_soft_cap,
       )
       return mixed, written
 

@@ -1,6 +1,12 @@
-"""Architectures of the Qwen2, Qwen3, Llama and Mistral families, by name."""
+"""Architectures: sizes and switches of a decoder, and some of them by name.
+
+A layer is a mixer and a feed-forward. What a layer has is the same in all
+layers of a model, except for its window and its rotary embedding, which `ropes`
+and `sliding_windows` list. `families` says what the models of a family have.
+"""
 
 import dataclasses
+import enum
 import functools
 import math
 from typing import Any, NamedTuple
@@ -37,22 +43,70 @@ PROJECTIONS = {
 }
 
 
+class Norms(enum.Enum):
+  """Where the norms of a layer are: before or after each half, or both."""
+
+  BEFORE = "before"
+  AFTER = "after"
+  AROUND = "around"
+
+
+# The norms of a layer, and their names in a layer of Hugging Face's format.
+NORMS = {
+  Norms.BEFORE: {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+  },
+  Norms.AFTER: {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+  },
+  Norms.AROUND: {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+  },
+}
+# Activations of the gate, and their names in Hugging Face's format.
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-  """Llama 3's scaling of rotary frequencies, for longer contexts.
+  """A scaling of rotary frequencies for longer contexts; see `rotary`.
 
   Attributes:
-    factor: divisor of the slowest frequencies.
-    low_freq_factor: frequencies with at most this many turns within the
-      original context are slowed by the whole factor.
-    high_freq_factor: frequencies with at least this many turns are unchanged.
+    kind: "linear", "dynamic", "llama3", "yarn" or "longrope".
+    factor: how much longer the context becomes.
+    low_freq_factor: of llama3: frequencies with at most this many turns within
+      the original context are slowed by the whole factor.
+    high_freq_factor: of llama3: frequencies with at least this many turns are
+      unchanged.
+    beta_fast: of yarn: likewise, the turns from which on nothing changes.
+    beta_slow: of yarn: the turns up to which the whole factor counts.
+    has_whole_bounds: of yarn: its two bounds are rounded to whole pairs.
+    short_factors: of longrope: the divisor of each frequency, for sequences
+      within the original context.
+    long_factors: likewise, for longer ones.
+    amplitude: what cosines and sines are multiplied by.
     original_max_tokens: length of the context before the scaling.
+    max_tokens: of dynamic and longrope: the longest sequence of a run, which
+      decides for all of its sequences. None is none beyond the original.
   """
 
-  factor: float
-  low_freq_factor: float
-  high_freq_factor: float
+  kind: str = "llama3"
+  factor: float = 1.0
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  has_whole_bounds: bool = True
+  short_factors: tuple[float, ...] = ()
+  long_factors: tuple[float, ...] = ()
+  amplitude: float = 1.0
   original_max_tokens: int
+  max_tokens: int | None = None
 
   def __post_init__(self):
     if self.low_freq_factor >= self.high_freq_factor:
@@ -60,6 +114,13 @@ class RopeScaling:
         f"low_freq_factor {self.low_freq_factor} is not below"
         f" high_freq_factor {self.high_freq_factor}"
       )
+
+
+class Rope(NamedTuple):
+  """The rotary embedding of a layer: its base, and its scaling."""
+
+  theta: float
+  scaling: RopeScaling | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,12 +156,27 @@ class ModelConfig:
       tokenizer has tokens.
     has_qkv_bias: Qwen2's biases of queries, keys and values.
     has_qk_norm: Qwen3's RMSNorm of each query and key head.
+    has_wide_qk_norm: OLMo's, of all heads of a token together.
+    norms: where the norms of a layer are.
+    has_centred_norms: norms multiply by 1 + w instead of w, as in Gemma.
+    activation: of the gate, one of `ACTIVATIONS`.
     has_tied_head: the output head is the transposed embedding.
     has_scalar_head: the decoder ends in a vector that makes one number of each
       hidden state, as critics and reward models do, and has no output head.
     lora: adapters beside the kernels, or None.
     sliding_windows: for each layer, how many tokens a token sees, itself
       included; None is all tokens up to itself. Empty if no layer has a window.
+    rotary_dim: leading elements of each head that are rotated; None is all.
+    has_rotary: for each layer, whether queries and keys are rotated. Empty if
+      they are in all layers.
+    window_rope_theta: rotary base of the layers with a window, which is then
+      not scaled. None is that of the other layers.
+    embedding_scale: what embeddings are multiplied by.
+    residual_scale: what each half of a layer adds is multiplied by it.
+    attention_scale: of the scores; None is 1 / sqrt(head_dim).
+    logits_divisor: what logits are divided by.
+    attention_soft_cap: c of c tanh(x / c), applied to scores; None is none.
+    logits_soft_cap: likewise, applied to logits.
     max_positions: longest sequence that it was made for, which its config.json
       calls max_position_embeddings; None is not known. It does not change what
       the decoder computes.
@@ -121,10 +197,23 @@ class ModelConfig:
   norm_eps: float = 1e-6
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
+  has_wide_qk_norm: bool = False
+  norms: Norms = Norms.BEFORE
+  has_centred_norms: bool = False
+  activation: str = "silu"
   has_tied_head: bool = True
   has_scalar_head: bool = False
   lora: Lora | None = None
   sliding_windows: tuple[int | None, ...] = ()
+  rotary_dim: int | None = None
+  has_rotary: tuple[bool, ...] = ()
+  window_rope_theta: float | None = None
+  embedding_scale: float = 1.0
+  residual_scale: float = 1.0
+  attention_scale: float | None = None
+  logits_divisor: float = 1.0
+  attention_soft_cap: float | None = None
+  logits_soft_cap: float | None = None
   max_positions: int | None = dataclasses.field(default=None, compare=False)
   family: str = dataclasses.field(default="", compare=False)
 
@@ -137,6 +226,22 @@ class ModelConfig:
     if self.head_dim % 2:
       raise ValueError(
         f"head_dim {self.head_dim} is odd; rotary embeddings need pairs"
+      )
+    rotated = self.rotary_dim
+    if rotated is not None and not (
+      0 < rotated <= self.head_dim and rotated % 2 == 0
+    ):
+      raise ValueError(
+        f"rotary_dim {rotated} is not an even part of head_dim {self.head_dim}"
+      )
+    if self.has_rotary and len(self.has_rotary) != self.num_layers:
+      raise ValueError(
+        f"has_rotary has {len(self.has_rotary)} entries for num_layers"
+        f" {self.num_layers}"
+      )
+    if self.activation not in ACTIVATIONS:
+      raise ValueError(
+        f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}"
       )
     windows = self.sliding_windows
     if windows and len(windows) != self.num_layers:
@@ -153,6 +258,44 @@ class ModelConfig:
   def base(self) -> "ModelConfig":
     """The same architecture without adapters."""
     return dataclasses.replace(self, lora=None)
+
+  @property
+  def ropes(self) -> tuple[Rope | None, ...]:
+    """The rotary embedding of each layer; None where nothing is rotated."""
+    windows = self.sliding_windows or (None,) * self.num_layers
+    rotates = self.has_rotary or (True,) * self.num_layers
+    own, local = (
+      Rope(self.rope_theta, self.rope_scaling),
+      self.window_rope_theta,
+    )
+    return tuple(
+      None
+      if not is_rotated
+      else own
+      if window is None or local is None
+      else Rope(local, None)
+      for window, is_rotated in zip(windows, rotates, strict=True)
+    )
+
+  @property
+  def qk_norm_shapes(self) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the norms of queries and of keys; empty without them."""
+    h = self.head_dim
+    if self.has_wide_qk_norm:
+      return (self.num_heads, h), (self.num_kv_heads, h)
+    return ((h,), (h,)) if self.has_qk_norm else ()
+
+  def within(self, num_tokens: int | None) -> "ModelConfig":
+    """Return the architecture for sequences of at most this length.
+
+    It differs only for rotary scalings that depend on the length. None is the
+    original context.
+    """
+    scaling = self.rope_scaling
+    if scaling is None or scaling.kind not in ("dynamic", "longrope"):
+      return self
+    scaling = dataclasses.replace(scaling, max_tokens=num_tokens)
+    return dataclasses.replace(self, rope_scaling=scaling)
 
   @property
   def kernel_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -175,8 +318,8 @@ class ModelConfig:
     d, h = self.model_dim, self.head_dim
     kernels = sum(map(math.prod, self.kernel_shapes.values()))
     bias = h * (self.num_heads + 2 * self.num_kv_heads) * self.has_qkv_bias
-    qk_norm = 2 * h * self.has_qk_norm
-    block = kernels + bias + qk_norm + 2 * d
+    qk_norm = sum(map(math.prod, self.qk_norm_shapes))
+    block = kernels + bias + qk_norm + len(NORMS[self.norms]) * d
     params = self.num_layers * block + self.vocab_size * d + d
     if self.has_scalar_head:
       return params + d

@@ -1,25 +1,24 @@
 """Architectures as described by the config.json of Hugging Face format.
 
 Settings are read as transformers reads them, including its defaults. A setting
-that this decoder does not implement is an error of one line that names it.
+that this decoder does not implement is an error of one line that names it. What
+differs between families is in `families`.
 """
 
 from collections.abc import Mapping
+import dataclasses
+import math
 import pathlib
 from typing import Any
 
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
+from jaxrl_async.models import families
 from jaxrl_async.storage import model_files
 
 CONFIG_FILE = model_files.CONFIG
-ARCHITECTURES = {
-  "qwen2": "Qwen2ForCausalLM",
-  "qwen3": "Qwen3ForCausalLM",
-  "llama": "LlamaForCausalLM",
-  "mistral": "MistralForCausalLM",
-}
 _MAX_POSITIONS = "max_position_embeddings"
+_CONTEXT = "original_max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Far beyond any model. The bounds refuse a file before anything of its size is
 # built or counted.
@@ -28,15 +27,29 @@ _MAX_LAYERS = 2**12
 _MAX_PARAMS = 2**44
 # The range that float32 can compute with.
 _SMALLEST, _LARGEST = 1e-30, 1e30
+# Of each kind of scaling: its settings that are numbers, by the field that they
+# set. Those without a default are required.
+_SCALING_NUMBERS = {
+  "linear": {"factor": "factor"},
+  "dynamic": {"factor": "factor"},
+  "llama3": {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+  },
+  "yarn": {
+    "factor": "factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+  },
+  "longrope": {},
+}
+_SCALING_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
+_FACTORS = {"short_factor": "short_factors", "long_factor": "long_factors"}
 _ROPE_KEYS = {
-  "rope_type",
-  "type",
-  "rope_theta",
-  "partial_rotary_factor",
-  "factor",
-  "low_freq_factor",
-  "high_freq_factor",
-  "original_max_position_embeddings",
+  *("rope_type", "type", "rope_theta", "partial_rotary_factor", _CONTEXT),
+  *(name for numbers in _SCALING_NUMBERS.values() for name in numbers),
+  *("attention_factor", "mscale", "mscale_all_dim", "truncate", *_FACTORS),
 }
 
 
@@ -94,21 +107,20 @@ def check_vocabulary(
 
 
 def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
-  family = settings.get("model_type")
-  if not isinstance(family, str) or family not in ARCHITECTURES:
+  name = settings.get("model_type")
+  if not isinstance(name, str) or name not in families.FAMILIES:
     raise ValueError(
-      f"model_type is {sections.shown(family)}; use one of"
-      f" {', '.join(ARCHITECTURES)}"
+      f"model_type is {sections.shown(name)}; use one of"
+      f" {', '.join(families.FAMILIES)}"
     )
+  family = families.FAMILIES[name]
+  settings = _with_defaults(settings, family)
   _refuse_the_unknown(settings, family)
   model_dim = _number(settings, "hidden_size", int)
   num_layers = _number(settings, "num_hidden_layers", int, most=_MAX_LAYERS)
   num_heads = _number(settings, "num_attention_heads", int)
-  # Defaults of transformers.
-  num_kv_heads = num_heads if family == "llama" else None
-  head_dim = 128 if family == "qwen3" else model_dim // num_heads
-  head_dim = _number(settings, "head_dim", int, head_dim)
-  num_kv_heads = _number(settings, "num_key_value_heads", int, num_kv_heads)
+  head_dim = _number(settings, "head_dim", int, model_dim // num_heads)
+  num_kv_heads = _number(settings, "num_key_value_heads", int)
   if num_heads % num_kv_heads:
     raise ValueError(
       f"num_attention_heads {num_heads} is not a multiple of"
@@ -118,7 +130,20 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
     raise ValueError(
       f"head_dim is {head_dim}, which is odd; rotary embeddings need pairs"
     )
-  theta, scaling = _rope(settings)
+  if family.divides_heads and model_dim % num_heads:
+    raise ValueError(
+      f"hidden_size {model_dim} is not a multiple of num_attention_heads"
+      f" {num_heads}, as transformers requires of this family"
+    )
+  windows = _sliding_windows(settings, name, family, num_layers)
+  fields: dict[str, Any] = {
+    field: None
+    if settings[entry.name] is None
+    else entry.read(_number(settings, entry.name, float))
+    for field, entry in family.reads.items()
+  }
+  if family.scales_embedding:
+    fields["embedding_scale"] = math.sqrt(model_dim)
   model = configs.ModelConfig(
     vocab_size=_number(settings, "vocab_size", int),
     model_dim=model_dim,
@@ -127,15 +152,16 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
     num_kv_heads=num_kv_heads,
     head_dim=head_dim,
     mlp_dim=_number(settings, "intermediate_size", int),
-    rope_theta=theta,
-    rope_scaling=scaling,
     norm_eps=_number(settings, "rms_norm_eps", float, 1e-6),
-    has_qkv_bias=family == "qwen2",
-    has_qk_norm=family == "qwen3",
+    activation=_activation(settings, family),
     has_tied_head=_flag(settings, "tie_word_embeddings"),
-    sliding_windows=_sliding_windows(settings, family, num_layers),
+    sliding_windows=windows,
+    has_rotary=_has_rotary(settings, family, windows, num_layers),
     max_positions=_max_positions(settings),
-    family=family,
+    family=name,
+    **_rope_fields(settings, family, head_dim, windows),
+    **family.has,
+    **fields,
   )
   if model.num_params > _MAX_PARAMS:
     raise ValueError(
@@ -145,64 +171,135 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
   return model
 
 
+def _with_defaults(
+  settings: Mapping[str, Any], family: families.Family
+) -> dict[str, Any]:
+  """Return the settings with the family's defaults.
+
+  A default takes the place of null, too, except for settings that may be null.
+  """
+  optional = {x.name for x in family.reads.values() if x.is_optional}
+  optional.add("sliding_window")
+  found = dict(settings)
+  for name, value in family.defaults.items():
+    if found.get(name) is None and not (name in optional and name in found):
+      is_other = isinstance(value, families.Same)
+      found[name] = found.get(value.name) if is_other else value
+  return found
+
+
+def _activation(settings: Mapping[str, Any], family: families.Family) -> str:
+  stored = settings.get(family.activation)
+  if isinstance(stored, str):
+    stored = family.old_activations.get(stored, stored)
+  for name, known in configs.ACTIVATIONS.items():
+    if stored == known or (stored is None and name == "silu"):
+      return name
+  raise ValueError(
+    f"{family.activation} is {sections.shown(stored)}; use one of"
+    f" {', '.join(map(repr, configs.ACTIVATIONS.values()))}"
+  )
+
+
 def _max_positions(settings: Mapping[str, Any]) -> int | None:
   if settings.get(_MAX_POSITIONS) is None:
     return None
   return _number(settings, _MAX_POSITIONS, int)
 
 
-def _refuse_the_unknown(settings: Mapping[str, Any], family: str) -> None:
-  hidden_act = settings.get("hidden_act")
-  if hidden_act not in (None, "silu"):
-    raise ValueError(
-      f"hidden_act is {sections.shown(hidden_act)}; only 'silu' is supported"
-    )
-  # Qwen2 never reads attention_bias. In the other families it also adds a bias
-  # to the output projection.
-  for name in ("mlp_bias", "attention_bias"):
-    is_read = name == "mlp_bias" or family != "qwen2"
-    if is_read and _flag(settings, name):
+def _refuse_the_unknown(
+  settings: Mapping[str, Any], family: families.Family
+) -> None:
+  for name in family.must_be_false:
+    if _flag(settings, name):
       raise ValueError(f"{name} is True; only False is supported")
   if settings.get("quantization_config") is not None:
     raise ValueError("quantization_config: quantized weights are not supported")
 
 
 def _sliding_windows(
-  settings: Mapping[str, Any], family: str, num_layers: int
+  settings: Mapping[str, Any],
+  name: str,
+  family: families.Family,
+  num_layers: int,
 ) -> tuple[int | None, ...]:
   """Return the sliding window of each layer; empty if no layer has one.
 
   As in transformers, a Mistral has its window in all layers, or in none if
   sliding_window is null. Qwen2 and Qwen3 need use_sliding_window, and have the
   window in the layers that layer_types names. Without layer_types, these are
-  the layers from max_window_layers on. A Llama has no windows.
+  the layers from max_window_layers on. A Llama has no windows. A Gemma has its
+  window in the layers that layer_types names, or in all but every n-th.
   """
+  chosen, most = families.Windows.CHOSEN, families.Windows.MOST
   is_used = _flag(settings, "use_sliding_window")
-  is_used = {"llama": False, "mistral": True}.get(family, is_used)
+  if family.windows is not chosen:
+    is_used = family.windows is not families.Windows.NONE
   first = _number(settings, "max_window_layers", int, 28, least=0)
   window = None
-  if is_used and settings.get("sliding_window", 4096) is not None:
-    window = _number(settings, "sliding_window", int, 4096)
-  has_window = [window is not None] * num_layers
+  if is_used and settings.get("sliding_window") is not None:
+    window = _number(settings, "sliding_window", int)
   types = _layer_types(settings, num_layers)
-  if family in ("qwen2", "qwen3"):
+  has_window = [window is not None] * num_layers
+  if family.windows in (chosen, most):
     if types is not None:
-      has_window = [name == _SLIDING for name in types]
-    else:
+      has_window = [kind == _SLIDING for kind in types]
+    elif family.windows is chosen:
       has_window = [has and i >= first for i, has in enumerate(has_window)]
+    else:
+      every = family.full_every
+      if family.reads_full_every:
+        every = _number(settings, "sliding_window_pattern", int, every)
+      # An EXAONE may do without, and then rotates all layers.
+      may_have = window or family.rotated is not families.Rotated.WINDOWED
+      has_window = [
+        bool(may_have) and (i + 1) % every > 0 for i in range(num_layers)
+      ]
     if any(has_window) and window is None:
+      needed = "sliding_window"
+      if family.windows is chosen:
+        needed = f"use_sliding_window and {needed}"
       raise ValueError(
-        f"layer_types has {_SLIDING!r}, but there is no window; set"
-        " use_sliding_window and sliding_window"
+        f"layer_types has {_SLIDING!r}, but there is no window; set {needed}"
       )
   elif types not in (None, [_SLIDING if has else _FULL for has in has_window]):
     which = "no layer" if not any(has_window) else "every layer"
     raise ValueError(
-      f"layer_types: {which} of this {family} has a window; leave it out"
+      f"layer_types: {which} of this {name} has a window; leave it out"
     )
   if not any(has_window):
     return ()
   return tuple(window if has else None for has in has_window)
+
+
+def _has_rotary(
+  settings: Mapping[str, Any],
+  family: families.Family,
+  windows: tuple[int | None, ...],
+  num_layers: int,
+) -> tuple[bool, ...]:
+  """Return for each layer whether it has a rotary embedding; empty if all."""
+  found = [True] * num_layers
+  if family.rotated is families.Rotated.WINDOWED:
+    # transformers looks at the size of the window, even if no layer has one.
+    if settings.get("sliding_window") is not None:
+      found = [size is not None for size in windows] or [False] * num_layers
+  elif family.rotated is families.Rotated.LISTED:
+    every = _number(settings, "no_rope_layer_interval", int)
+    listed = settings.get("no_rope_layers")
+    if listed is None:
+      listed = [int((i + 1) % every > 0) for i in range(num_layers)]
+    if (
+      not isinstance(listed, list)
+      or len(listed) < num_layers
+      or any(type(x) is not int or x not in (0, 1) for x in listed)
+    ):
+      raise ValueError(
+        f"no_rope_layers is {sections.shown(listed)}, not a list of 0 or 1 for"
+        " each layer"
+      )
+    found = [x == 1 for x in listed[:num_layers]]
+  return () if all(found) else tuple(found)
 
 
 def _layer_types(
@@ -230,10 +327,13 @@ def _layer_types(
   return layer_types
 
 
-def _rope(
+def _rope_fields(
   settings: Mapping[str, Any],
-) -> tuple[float, configs.RopeScaling | None]:
-  """Return base and scaling of the rotary embedding.
+  family: families.Family,
+  head_dim: int,
+  windows: tuple[int | None, ...],
+) -> dict[str, Any]:
+  """Return the fields of the rotary embeddings.
 
   transformers 5 stores them in rope_parameters. Older versions used rope_theta
   and rope_scaling.
@@ -243,43 +343,146 @@ def _rope(
       raise ValueError(
         f"{where} is {sections.shown(settings[where])}, not an object"
       )
-  where = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
-  rope = settings.get(where) or {}
+  scaled = settings.get("rope_scaling") or {}
+  given = settings.get("rope_parameters") or {}
+  where, rope = (
+    ("rope_scaling", scaled) if scaled else ("rope_parameters", given)
+  )
+  fields: dict[str, Any] = {}
+  if family.has_local_rope:
+    where = "rope_scaling" if scaled else f"rope_parameters.{_FULL}"
+    rope = {**_kind_of_layer(given, _FULL), **scaled}
+    local = _kind_of_layer(given, _SLIDING)
+    if local.get("rope_type", "default") != "default" or (
+      local.keys() - {"rope_type", "rope_theta"}
+    ):
+      raise ValueError(
+        f"rope_parameters.{_SLIDING} is {sections.shown(dict(local))}; only"
+        " rope_theta is supported"
+      )
+    theta = _number(settings, "rope_local_base_freq", float)
+    theta = _number(local, "rope_theta", float, theta)
+    if windows:
+      fields["window_rope_theta"] = theta
   kind = rope.get("rope_type", rope.get("type", "default"))
-  if kind not in ("default", "llama3"):
+  if kind != "default" and kind not in family.scalings:
     raise ValueError(
-      f"{where}.rope_type is {sections.shown(kind)}; use 'default' or 'llama3'"
+      f"{where}.rope_type is {sections.shown(kind)}; use"
+      f" {', '.join(map(repr, ('default', *family.scalings)))}"
+    )
+  if family.has_local_rope and rope.get("truncate") is False:
+    raise ValueError(
+      f"{where}.truncate is False, which transformers does not read in this"
+      " family; leave it out"
     )
   if unknown := sorted(rope.keys() - _ROPE_KEYS):
     name = sections.shown(unknown[0]).strip("'")
     raise ValueError(f"{where}.{name} is not supported")
-  for place in (rope, settings):
-    if _number(place, "partial_rotary_factor", float, 1.0) != 1:
+  part = 1.0
+  for place in (settings, rope):
+    part = _number(place, "partial_rotary_factor", float, part)
+  if part != 1.0:
+    if not family.has_partial_rotary or not part < 1.0:
       raise ValueError("partial_rotary_factor: only whole heads are rotated")
+    fields["rotary_dim"] = int(head_dim * part)
+    if fields["rotary_dim"] < 2 or fields["rotary_dim"] % 2:
+      raise ValueError(
+        f"partial_rotary_factor is {part}: of heads of {head_dim} that is"
+        f" {fields['rotary_dim']}, which is not a number of pairs"
+      )
   theta = _number(settings, "rope_theta", float, 10_000.0)
-  theta = _number(rope, "rope_theta", float, theta)
-  if kind == "default":
-    return theta, None
-  context = "original_max_position_embeddings"
+  fields["rope_theta"] = _number(rope, "rope_theta", float, theta)
+  if kind != "default":
+    pairs = fields.get("rotary_dim", head_dim) // 2
+    try:
+      fields["rope_scaling"] = _scaling(settings, rope, kind, pairs)
+    except ValueError as error:
+      raise ValueError(f"{where}: {error}") from error
+  return fields
+
+
+def _kind_of_layer(
+  parameters: Mapping[str, Any], kind: str
+) -> Mapping[str, Any]:
+  """Return the rotary parameters of a kind of layer."""
+  found = parameters.get(kind) or {}
+  if not isinstance(found, Mapping) or parameters.keys() - {_FULL, _SLIDING}:
+    raise ValueError(
+      f"rope_parameters is {sections.shown(dict(parameters))}, not an object"
+      f" with {_FULL} and {_SLIDING}"
+    )
+  return found
+
+
+def _scaling(
+  settings: Mapping[str, Any], rope: Mapping[str, Any], kind: str, pairs: int
+) -> configs.RopeScaling:
+  """Return the scaling of a rotary embedding.
+
+  Args:
+    settings: of the model.
+    rope: of the embedding.
+    kind: of the scaling.
+    pairs: number of rotated pairs of a head.
+  """
+  fields: dict[str, Any] = {
+    field: _number(rope, name, float, _SCALING_DEFAULTS.get(name))
+    for name, field in _SCALING_NUMBERS[kind].items()
+  }
   # As in transformers, the outer value takes precedence.
   source = next(
-    (place for place in (settings, rope) if place.get(context) is not None),
+    (place for place in (settings, rope) if place.get(_CONTEXT) is not None),
     None,
   )
-  factors = {
-    name: _number(rope, name, float)
-    for name in ("factor", "low_freq_factor", "high_freq_factor")
-  }
-  try:
-    scaling = configs.RopeScaling(
-      **factors,
-      original_max_tokens=_number(settings, _MAX_POSITIONS, int)
-      if source is None
-      else _number(source, context, int),
+  if kind == "linear":
+    context = 1  # which says nothing
+  elif source is None or kind == "dynamic":
+    context = _number(settings, _MAX_POSITIONS, int)
+  else:
+    context = _number(source, _CONTEXT, int)
+  if kind == "longrope":
+    for name, field in _FACTORS.items():
+      values = rope.get(name)
+      if not isinstance(values, list) or len(values) != pairs:
+        raise ValueError(
+          f"{name} is {sections.shown(values)}, not a list of {pairs} numbers"
+        )
+      numbers = [_number({name: value}, name, float) for value in values]
+      fields[field] = tuple(numbers)
+    factor = _number(settings, _MAX_POSITIONS, int, context) / context
+    fields["amplitude"] = _number(
+      rope,
+      "attention_factor",
+      float,
+      _longrope_amplitude(_number(rope, "factor", float, factor), context),
     )
-  except ValueError as error:
-    raise ValueError(f"{where}: {error}") from error
-  return theta, scaling
+  if kind == "yarn":
+    fields["has_whole_bounds"] = rope.get("truncate", True) is not False
+    fields["amplitude"] = _number(
+      rope, "attention_factor", float, _yarn_amplitude(rope, fields["factor"])
+    )
+  return configs.RopeScaling(kind=kind, original_max_tokens=context, **fields)
+
+
+def _longrope_amplitude(factor: float, context: int) -> float:
+  """Return sqrt(1 + log(factor) / log(context)) (arXiv:2402.13753)."""
+  if not factor > 1.0:
+    return 1.0
+  return math.sqrt(1 + math.log(factor) / math.log(context))
+
+
+def _yarn_amplitude(rope: Mapping[str, Any], factor: float) -> float:
+  """Return 0.1 log(factor) + 1, or a quotient of two (arXiv:2309.00071)."""
+
+  def of(weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+  if rope.get("mscale") and rope.get("mscale_all_dim"):
+    over, under = (
+      of(_number(rope, name, float)) for name in ("mscale", "mscale_all_dim")
+    )
+    return over / under
+  return of(1.0)
 
 
 def _flag(settings: Mapping[str, Any], name: str) -> bool:
@@ -342,11 +545,50 @@ def config_json(config: configs.ModelConfig) -> dict[str, Any]:
   Raises:
     ValueError: the format cannot describe this architecture.
   """
-  family = _family(config)
+  return _described(config, family_of(config))
+
+
+def family_of(config: configs.ModelConfig) -> str:
+  """Return the family of a model: its own, or the first that can describe it.
+
+  A family describes a model if reading what is written gives the same model.
+
+  Raises:
+    ValueError: no family does, or not the model's own one. The message says
+      what differs.
+  """
+  config = dataclasses.replace(config.base, has_scalar_head=False)
   scaling = config.rope_scaling
+  longest = None if scaling is None else scaling.max_tokens
+  refusals: dict[str, list[str]] = {}
+  for name in [config.family] if config.family else families.FAMILIES:
+    try:
+      described = _described(config, name)
+      read = _model_config({_MAX_POSITIONS: config.max_positions} | described)
+      read = read.within(longest)
+    except ValueError as error:
+      refusals[name] = [str(error)]
+      continue
+    refusals[name] = [
+      f"{field.name} {getattr(config, field.name)}"
+      for field in dataclasses.fields(config)
+      if field.compare
+      and getattr(read, field.name) != getattr(config, field.name)
+    ]
+    if not refusals[name]:
+      return name
+  name = min(refusals, key=lambda name: len(refusals[name]))
+  raise ValueError(
+    f"a model of the family {name!r} cannot have {', '.join(refusals[name])}"
+  )
+
+
+def _described(config: configs.ModelConfig, name: str) -> dict[str, Any]:
+  """Return the settings of a model as one of a family."""
+  family = families.FAMILIES[name]
   return {
-    "architectures": [ARCHITECTURES[family]],
-    "model_type": family,
+    "architectures": [family.architecture],
+    "model_type": name,
     "vocab_size": config.vocab_size,
     "hidden_size": config.model_dim,
     "intermediate_size": config.mlp_dim,
@@ -354,69 +596,85 @@ def config_json(config: configs.ModelConfig) -> dict[str, Any]:
     "num_attention_heads": config.num_heads,
     "num_key_value_heads": config.num_kv_heads,
     "head_dim": config.head_dim,
-    "hidden_act": "silu",
+    family.activation: configs.ACTIVATIONS[config.activation],
     "rms_norm_eps": config.norm_eps,
     "rope_theta": config.rope_theta,
-    "rope_scaling": scaling
-    and {
-      "rope_type": "llama3",
-      "factor": scaling.factor,
-      "low_freq_factor": scaling.low_freq_factor,
-      "high_freq_factor": scaling.high_freq_factor,
-      "original_max_position_embeddings": scaling.original_max_tokens,
-    },
     "tie_word_embeddings": config.has_tied_head,
+    **_rope_settings(config, family),
     **_window_settings(config, family),
+    **{
+      entry.name: None
+      if getattr(config, field) is None
+      else entry.write(getattr(config, field))
+      for field, entry in family.reads.items()
+    },
   }
 
 
-def _family(config: configs.ModelConfig) -> str:
-  """Return the family that has a model's biases, norms and windows."""
-  if config.has_qkv_bias and config.has_qk_norm:
-    raise ValueError(
-      "has_qkv_bias and has_qk_norm: no model of this format has both"
-    )
-  if config.has_qk_norm or config.has_qkv_bias:
-    possible = ("qwen3",) if config.has_qk_norm else ("qwen2",)
-  else:
-    possible = ("mistral",) if config.sliding_windows else ("llama", "mistral")
-  family = config.family or possible[0]
-  if family not in possible:
-    raise ValueError(
-      f"family {family!r} has no such biases, norms or windows; use"
-      f" {possible[0]!r}, or leave it empty"
-    )
-  if family == "llama" and config.model_dim % config.num_heads:
-    raise ValueError(
-      f"model_dim {config.model_dim} is not a multiple of num_heads"
-      f" {config.num_heads}, as transformers requires of a Llama"
-    )
-  return family
+def _rope_settings(
+  config: configs.ModelConfig, family: families.Family
+) -> dict[str, Any]:
+  """Return the settings of the rotary embeddings except for the base."""
+  scaling = config.rope_scaling
+  found: dict[str, Any] = {}
+  described: dict[str, Any] | None = None
+  if scaling is not None:
+    described = {"rope_type": scaling.kind}
+    for name, field in _SCALING_NUMBERS[scaling.kind].items():
+      described[name] = getattr(scaling, field)
+    if scaling.kind == "longrope":
+      for name, field in _FACTORS.items():
+        described[name] = list(getattr(scaling, field))
+      found[_CONTEXT] = scaling.original_max_tokens
+    if scaling.kind in ("yarn", "longrope"):
+      described["attention_factor"] = scaling.amplitude
+    if not scaling.has_whole_bounds:
+      described["truncate"] = False
+    if scaling.kind == "dynamic":
+      found[_MAX_POSITIONS] = scaling.original_max_tokens
+    elif scaling.kind != "linear":
+      described[_CONTEXT] = scaling.original_max_tokens
+  if family.has_partial_rotary:
+    part = (config.rotary_dim or config.head_dim) / config.head_dim
+    found["partial_rotary_factor"] = part
+  if family.rotated is families.Rotated.LISTED:
+    rotates = config.has_rotary or (True,) * config.num_layers
+    found["no_rope_layers"] = [int(x) for x in rotates]
+  if not family.has_local_rope:
+    return found | {"rope_scaling": described}
+  local = config.window_rope_theta or config.rope_theta
+  theta = {"rope_theta": config.rope_theta}
+  return found | {
+    "rope_local_base_freq": local,
+    "rope_parameters": {
+      _FULL: {"rope_type": "default"} | (described or {}) | theta,
+      _SLIDING: {"rope_type": "default", "rope_theta": local},
+    },
+  }
 
 
 def _window_settings(
-  config: configs.ModelConfig, family: str
+  config: configs.ModelConfig, family: families.Family
 ) -> dict[str, Any]:
   """Return the settings of the windows, for old and new transformers."""
   windows = config.sliding_windows
-  sizes = {size for size in windows if size is not None}
-  if len(sizes) > 1:
-    raise ValueError(
-      f"sliding_windows {sorted(sizes)}: this format has one size for all"
-      " layers"
-    )
-  window = next(iter(sizes), None)
-  if family == "mistral":
-    if window is not None and None in windows:
-      raise ValueError(
-        "sliding_windows: a Mistral has a window in every layer or in none"
-      )
-    return {"sliding_window": window}
+  window = next((size for size in windows if size is not None), None)
+  kinds = [_SLIDING if size else _FULL for size in windows]
+  match family.windows:
+    case families.Windows.NONE:
+      return {}
+    case families.Windows.EVERY:
+      return {"sliding_window": window}
+    case families.Windows.MOST:
+      return {
+        "sliding_window": window,
+        "layer_types": kinds or [_FULL] * config.num_layers,
+      }
   if window is None:
     return {}
   return {
     "use_sliding_window": True,
     "sliding_window": window,
     "max_window_layers": windows.index(window),
-    "layer_types": [_SLIDING if size else _FULL for size in windows],
+    "layer_types": kinds,
   }

@@ -1,12 +1,14 @@
 """The tensors of Hugging Face's format: their places in our tree, their parts.
 
 `places` is the one table of where each stored tensor lies in the stacked tree.
-Reading and writing both use it. A stored matrix is [out, in], and ours is
+Reading and writing both use it. A stored tensor is one of our arrays, or
+several whose rows follow one another. A stored matrix is [out, in], and ours is
 [in, out], with the heads and the head size as axes of their own.
 """
 
 from collections.abc import Iterator, Sequence
 import dataclasses
+import itertools
 import math
 import pathlib
 
@@ -14,6 +16,8 @@ import numpy as np
 import safetensors
 
 from jaxrl_async.models import configs
+from jaxrl_async.models import families
+from jaxrl_async.models import hf_config
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -27,12 +31,14 @@ class Place:
   Attributes:
     leaf: its name in our tree.
     layer: index in the stacked leaf; None outside the layers.
-    shape: shape as stored.
+    shape: shape as stored, of these rows alone.
+    first_row: where its rows begin in the stored tensor.
   """
 
   leaf: str
   layer: int | None
   shape: tuple[int, ...]
+  first_row: int = 0
 
   @property
   def is_turned(self) -> bool:
@@ -40,38 +46,60 @@ class Place:
     return len(self.shape) == 2 and self.leaf != "embedding"
 
 
+def whole_shape(places: Sequence[Place]) -> tuple[int, ...]:
+  """Return the shape of a stored tensor, which has these rows."""
+  last = places[-1]
+  return (last.first_row + last.shape[0], *last.shape[1:])
+
+
 def _sizes(shape: tuple[int, ...], num_inputs: int) -> tuple[int, int]:
   """Return the numbers of inputs and of outputs of a kernel."""
   return math.prod(shape[:num_inputs]), math.prod(shape[num_inputs:])
 
 
-def places(config: configs.ModelConfig) -> dict[str, Place]:
-  """Return all tensors that a directory must hold, by their stored names."""
+def places(config: configs.ModelConfig) -> dict[str, tuple[Place, ...]]:
+  """Return all tensors that a directory must hold, by their stored names.
+
+  Raises:
+    ValueError: the format cannot describe this architecture.
+  """
   c = config
-  d = c.model_dim
-  queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-  block: dict[str, tuple[str, tuple[int, ...]]] = {
-    "input_layernorm.weight": ("attention_norm", (d,)),
-    "post_attention_layernorm.weight": ("mlp_norm", (d,)),
+  family = families.FAMILIES[hf_config.family_of(c)]
+  d, h = c.model_dim, c.head_dim
+  # Leaves of a layer with their shapes, by stored name.
+  block: dict[str, list[tuple[str, tuple[int, ...]]]] = {
+    f"{stored}.weight": [(leaf, (d,))]
+    for leaf, stored in configs.NORMS[c.norms].items()
   }
+  fused = {x: name for name, parts in family.fused.items() for x in parts}
   for leaf, projection in configs.PROJECTIONS.items():
     inputs, outputs = _sizes(c.kernel_shapes[leaf], len(projection.inputs))
-    block[f"{projection.stored}.weight"] = leaf, (outputs, inputs)
+    stored = fused.get(leaf, projection.stored)
+    parts = block.setdefault(f"{stored}.weight", [])
+    parts.append((leaf, (outputs, inputs)))
   if c.has_qkv_bias:
-    block["self_attn.q_proj.bias"] = ("query_bias", (queries,))
-    block["self_attn.k_proj.bias"] = ("key_bias", (keys,))
-    block["self_attn.v_proj.bias"] = ("value_bias", (keys,))
-  if c.has_qk_norm:
-    block["self_attn.q_norm.weight"] = ("query_norm", (c.head_dim,))
-    block["self_attn.k_norm.weight"] = ("key_norm", (c.head_dim,))
+    queries, keys = c.num_heads * h, c.num_kv_heads * h
+    block["self_attn.q_proj.bias"] = [("query_bias", (queries,))]
+    block["self_attn.k_proj.bias"] = [("key_bias", (keys,))]
+    block["self_attn.v_proj.bias"] = [("value_bias", (keys,))]
+  if c.qk_norm_shapes:
+    of_query, of_key = map(math.prod, c.qk_norm_shapes)
+    block["self_attn.q_norm.weight"] = [("query_norm", (of_query,))]
+    block["self_attn.k_norm.weight"] = [("key_norm", (of_key,))]
   table = (c.vocab_size, d)
-  found = {EMBEDDING: Place("embedding", None, table)}
+  found: dict[str, tuple[Place, ...]] = {
+    EMBEDDING: (Place("embedding", None, table),)
+  }
   for layer in range(c.num_layers):
-    for suffix, (leaf, shape) in block.items():
-      found[f"model.layers.{layer}.{suffix}"] = Place(leaf, layer, shape)
-  found["model.norm.weight"] = Place("final_norm", None, (d,))
+    for suffix, leaves in block.items():
+      sizes = [0, *itertools.accumulate(shape[0] for _, shape in leaves)]
+      found[f"model.layers.{layer}.{suffix}"] = tuple(
+        Place(leaf, layer, shape, first)
+        for (leaf, shape), first in zip(leaves, sizes, strict=False)
+      )
+  found["model.norm.weight"] = (Place("final_norm", None, (d,)),)
   if not c.has_tied_head:
-    found[HEAD] = Place("output_head", None, table)
+    found[HEAD] = (Place("output_head", None, table),)
   return found
 
 
@@ -135,12 +163,13 @@ class StoredTensor:
       columns: that are read.
     """
     begin, end, _ = rows.indices(self.place.shape[0])
+    first = self.place.first_row
     row_bytes = self.place.shape[1] * self.dtype.itemsize
     step = max(1, _PIECE_BYTES // row_bytes)
     for low in range(begin, end, step):
       high = min(low + step, end)
       with safetensors.safe_open(self.path, "numpy") as file:
-        piece = file.get_slice(self.name)[low:high, columns]
+        piece = file.get_slice(self.name)[first + low : first + high, columns]
       yield slice(low - begin, high - begin), self._converted(piece)
 
   def _converted(self, array: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Pretrained weights: reading and writing directories in Hugging Face format.
 
-`load` reads models of the Qwen2, Qwen3, Llama and Mistral families into the
-trainer's tree with stacked layers. `save` writes that tree in the same format.
+`load` reads models of the families of `families` into the trainer's tree with
+stacked layers. `save` writes that tree in the same format.
 Nothing is guessed: an unknown tensor, a missing one, or one of another shape is
 an error that names it.
 """
@@ -66,15 +66,15 @@ class _Contents:
 
   Attributes:
     config: the architecture.
-    places: the place of each tensor of the model, by its stored name.
+    places: the places of each tensor of the model, by its stored name.
     copies: tensors that must equal the embedding. Files of models with a tied
       head may repeat it.
     files: the file of each tensor.
   """
 
   config: configs.ModelConfig
-  places: dict[str, hf_tensors.Place]
-  copies: dict[str, hf_tensors.Place]
+  places: dict[str, tuple[hf_tensors.Place, ...]]
+  copies: dict[str, tuple[hf_tensors.Place, ...]]
   files: dict[str, pathlib.Path]
 
 
@@ -135,7 +135,8 @@ def load(
   else:
     params = {**shapes, "layers": dict(shapes["layers"])}
   # In the order of the names, which is the same in every process.
-  for name, place in contents.places.items():
+  every = contents.places.items()
+  for name, place in ((n, place) for n, parts in every for place in parts):
     is_layer = place.layer is not None
     leaves = params["layers"] if is_layer else params
     leaf, tensor = leaves[place.leaf], stored(name, place)
@@ -149,7 +150,7 @@ def load(
       sharding = shardings[place.leaf]
       leaves[place.leaf] = _on_devices(leaf.shape, tensor, sharding)
   embedding = hf_tensors.EMBEDDING
-  for name, place in contents.copies.items():
+  for name, (place,) in contents.copies.items():
     copy = stored(name, place)
     both = zip(copy.pieces(), stored(embedding, place).pieces(), strict=True)
     if not all(np.array_equal(a, b) for (_, a), (_, b) in both):
@@ -212,8 +213,8 @@ def _written(
 
 def _check_headers(
   directory: pathlib.Path,
-  places: Mapping[str, hf_tensors.Place],
-  optional: Mapping[str, hf_tensors.Place],
+  places: Mapping[str, tuple[hf_tensors.Place, ...]],
+  optional: Mapping[str, tuple[hf_tensors.Place, ...]],
 ) -> dict[str, pathlib.Path]:
   """Check all headers and return the file of each tensor."""
   paths, weight_map = _weight_files(directory)
@@ -269,16 +270,17 @@ def _check_tensor(
   name: str,
   shape: list[int],
   dtype: str,
-  places: Mapping[str, hf_tensors.Place],
+  places: Mapping[str, tuple[hf_tensors.Place, ...]],
 ) -> None:
   if name not in places:
     raise ValueError(
       f"{name} is not a tensor of this model; use weights of the architecture"
       f" that {hf_config.CONFIG_FILE} describes"
     )
-  if tuple(shape) != places[name].shape:
+  expected = hf_tensors.whole_shape(places[name])
+  if tuple(shape) != expected:
     raise ValueError(
-      f"{name} has shape {tuple(shape)}, expected {places[name].shape} by"
+      f"{name} has shape {tuple(shape)}, expected {expected} by"
       f" {hf_config.CONFIG_FILE}; use the one that came with the weights"
     )
   if dtype not in _DTYPES:
@@ -390,8 +392,9 @@ def _write_shards(
   places = hf_tensors.places(config)
   shards: list[list[str]] = [[]]
   in_shard = total = 0
-  for name, place in places.items():
-    size = int(np.prod(place.shape)) * dtype.itemsize
+  for name, parts in places.items():
+    shape = hf_tensors.whole_shape(parts)
+    size = int(np.prod(shape)) * dtype.itemsize
     if shards[-1] and in_shard + size > max_shard_bytes:
       shards.append([])
       in_shard = 0
@@ -403,7 +406,10 @@ def _write_shards(
     file_name = WEIGHTS_FILE
     if len(shards) > 1:
       file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-    tensors = {name: _as_stored(params, places[name], dtype) for name in names}
+    tensors = {}
+    for name in names:
+      parts = [_as_stored(params, place, dtype) for place in places[name]]
+      tensors[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
     safetensors_numpy.save_file(
       tensors, directory / file_name, metadata={"format": "pt"}
     )
@@ -422,7 +428,8 @@ def _as_stored(
   leaf = (params["layers"] if is_layer else params)[place.leaf]
   if isinstance(leaf, jax.Array):
     layer = None if place.layer is None else np.int32(place.layer)
-    alike = dataclasses.replace(place, layer=None)  # compiled once for all
+    # Compiled once for all layers.
+    alike = dataclasses.replace(place, layer=None, first_row=0)
     return np.asarray(_stored(leaf, layer, alike, dtype))
   leaf = leaf[place.layer] if is_layer else leaf
   leaf = _turned(leaf, place).astype(dtype, copy=False)

@@ -17,6 +17,7 @@ from safetensors import numpy as safetensors_numpy
 
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
+from jaxrl_async.models import families
 from jaxrl_async.models import hub
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.storage import model_files
@@ -203,7 +204,21 @@ def _lora(settings: Mapping[str, Any]) -> configs.Lora:
 def _places(
   model: configs.ModelConfig, lora: configs.Lora
 ) -> dict[str, tuple[str, int, tuple[int, ...]]]:
-  """Return leaf, layer and stored shape of each tensor, by its stored name."""
+  """Return leaf, layer and stored shape of each tensor, by its stored name.
+
+  Raises:
+    ValueError: a kernel is stored together with others. An adapter of PEFT is
+      then one for all of them, and ours are not.
+  """
+  family = families.FAMILIES.get(model.family)
+  for stored, parts in family.fused.items() if family else ():
+    if both := [module for module in lora.modules if module in parts]:
+      name = stored.partition(".")[2]
+      raise ValueError(
+        f"model.lora.modules has {both[0]}, which {model.family} stores in"
+        f" {name} with others; merge the adapter instead, or leave"
+        f" {', '.join(parts)} out"
+      )
   places = {}
   for module in lora.modules:
     kernel = model.kernel_shapes[module]

@@ -1,4 +1,8 @@
-"""The decoder: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+"""The decoder: layers of a mixer and a feed-forward, with norms around them.
+
+A mixer is grouped-query attention, over all tokens or within a window. A
+feed-forward is a gated product (SwiGLU or GeGLU). `configs.ModelConfig` says
+what a family's layers have.
 
 Trainer and engine use the same NNX module. The trainer stacks its layers, and
 scans and rematerialises them. The engine holds its layers separately, because a
@@ -18,18 +22,22 @@ import jax
 from jax import ad_checkpoint
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
-import numpy as np
 
 from jaxrl_async.config import sections
 from jaxrl_async.devices import products
 from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
+from jaxrl_async.models import rotary
 from jaxrl_async.models.attention import reference
 
 Params = dict[str, Any]
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
+_ACTIVATIONS = {
+  "silu": jax.nn.silu,
+  "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 # Names of the activations that a policy below may keep.
 _LAYER_INPUT, _PRODUCT = "layer_input", "product"
 # The forward passes of attention kernels, most of which name nothing: cuDNN's,
@@ -66,85 +74,24 @@ POLICIES = {  # policies of `jax.checkpoint`
 
 
 def rms_norm(
-  x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float
+  x: Float[Array, "*B D"],
+  scale: Float[Array, "D"],
+  eps: float,
+  *,
+  is_centred: bool = False,
 ) -> Float[Array, "*B D"]:
   """Return x / sqrt(mean(x^2) + eps) * scale (arXiv:1910.07467).
 
-  The computation is in float32, the result in the dtype of x.
+  The computation is in float32, the result in the dtype of x. With
+  `is_centred`, x is multiplied by 1 + scale.
   """
   wide = x.astype(jnp.float32)
   variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
   normed = wide * jax.lax.rsqrt(variance + jnp.float32(eps))
   scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+  if is_centred:
+    scale = 1.0 + scale
   return (normed * scale).astype(x.dtype)
-
-
-def rope_frequencies(config: configs.ModelConfig) -> np.ndarray:
-  """Return the rotary frequency of each pair of a head, in radians per token.
-
-  theta^(-2i/H), i = 0 .. H/2 - 1   (arXiv:2104.09864)
-
-  The frequencies are computed in float32 on the host, with the same roundings
-  as in transformers. The power function of a device may differ in the last
-  digit, which is an error of 2e-3 radians at position 30,000.
-
-  Llama 3's scaling keeps frequencies that turn at least `high_freq_factor`
-  times within the original context, divides those that turn at most
-  `low_freq_factor` times by `factor`, and interpolates between the two.
-  """
-  one = np.float32(1.0)
-  exponents = np.arange(0, config.head_dim, 2, dtype=np.float32)
-  exponents = exponents / np.float32(config.head_dim)
-  # The power is computed in float64, which gives the same result everywhere.
-  # NumPy's float32 power depends on the processor.
-  powers = np.float64(config.rope_theta) ** exponents.astype(np.float64)
-  frequencies = one / powers.astype(np.float32)
-  scaling = config.rope_scaling
-  if scaling is None:
-    return frequencies
-  context = np.float32(scaling.original_max_tokens)
-  factor = np.float32(scaling.factor)
-  low = np.float32(scaling.low_freq_factor)
-  high = np.float32(scaling.high_freq_factor)
-  wavelengths = one / frequencies * np.float32(2 * np.pi)
-  turns = one / wavelengths * context
-  kept = np.clip((turns - low) / (high - low), np.float32(0.0), one)
-  return (one - kept) * frequencies / factor + kept * frequencies
-
-
-def rotary_factors(
-  positions: Int[Array, "*B"], frequencies: Float[np.ndarray, "half"]
-) -> tuple[Float[Array, "*B 1 half"], Float[Array, "*B 1 half"]]:
-  """Return the cosine and the sine of each pair's angle (arXiv:2104.09864).
-
-  Args:
-    positions: of each token in its sequence.
-    frequencies: result of `rope_frequencies`.
-  """
-  shape = (1,) * (positions.ndim + 1) + frequencies.shape
-  angles = positions.astype(jnp.float32)[..., None, None]
-  angles = angles * frequencies.reshape(shape)
-  # Otherwise XLA's CPU backend computes them again for each head of each layer.
-  return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
-
-
-def rotary(
-  x: Float[Array, "*B N H"],
-  cos: Float[Array, "*B 1 half"],
-  sin: Float[Array, "*B 1 half"],
-) -> Float[Array, "*B N H"]:
-  """Rotate the two halves of each head by position (arXiv:2104.09864).
-
-  Args:
-    x: query or key heads.
-    cos: see `rotary_factors`.
-    sin: likewise.
-  """
-  half = x.shape[-1] // 2
-  wide = x.astype(jnp.float32)
-  first, second = wide[..., :half], wide[..., half:]
-  rotated = (first * cos - second * sin, second * cos + first * sin)
-  return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def scalars(
@@ -185,13 +132,16 @@ def _project(equation: str, x: jax.Array, kernel: Any) -> jax.Array:
 
 
 class Block(nnx.Module):
-  """One layer with normalisation before attention and before the MLP."""
+  """One layer: a mixer and a feed-forward, each added to its input."""
 
   def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
     c = config
     d, n, k, h = c.model_dim, c.num_heads, c.num_kv_heads, c.head_dim
     self.config = c
-    self.attention_norm = _constant(1.0, (d,), (None,))
+    # What a norm multiplies by at first, whether it is w or 1 + w, is 1.
+    one = 0.0 if c.has_centred_norms else 1.0
+    for name in configs.NORMS[c.norms]:
+      setattr(self, name, _constant(one, (d,), (None,)))
     for name, projection in configs.PROJECTIONS.items():
       shape = c.kernel_shapes[name]
       fan_in = math.prod(shape[: len(projection.inputs)])
@@ -200,10 +150,12 @@ class Block(nnx.Module):
       self.query_bias = _constant(0.0, (n, h), ("heads", "head"))
       self.key_bias = _constant(0.0, (k, h), ("kv_heads", "head"))
       self.value_bias = _constant(0.0, (k, h), ("kv_heads", "head"))
-    if c.has_qk_norm:
-      self.query_norm = _constant(1.0, (h,), (None,))
-      self.key_norm = _constant(1.0, (h,), (None,))
-    self.mlp_norm = _constant(1.0, (d,), (None,))
+    if c.has_qk_norm or c.has_wide_qk_norm:
+      of_query, of_key = c.qk_norm_shapes
+      axes = ("heads", "head"), ("kv_heads", "head")
+      axes = axes if c.has_wide_qk_norm else ((None,), (None,))
+      self.query_norm = _constant(one, of_query, axes[0])
+      self.key_norm = _constant(one, of_key, axes[1])
     # Drawn last, so that the base is the same with and without adapters.
     if c.lora is not None:
       for module in c.lora.modules:
@@ -247,37 +199,95 @@ class Block(nnx.Module):
     if bias is not None:
       shape = (1,) * (x.ndim - 1) + bias.shape
       heads = heads + bias[...].astype(x.dtype).reshape(shape)
-    if norm is not None:
-      heads = rms_norm(heads, norm[...], self.config.norm_eps)
-    return heads
+    if norm is None:
+      return heads
+    if self.config.has_wide_qk_norm:
+      wide = heads.reshape(*x.shape[:-1], -1)
+      return self._normed(wide, norm[...].reshape(-1)).reshape(heads.shape)
+    return self._normed(heads, norm[...])
 
-  def __call__(
+  def _normed(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+    c = self.config
+    return rms_norm(x, scale, c.norm_eps, is_centred=c.has_centred_norms)
+
+  def _around(
+    self, name: str, x: jax.Array, half: Callable[[jax.Array], jax.Array]
+  ) -> jax.Array:
+    """Return x with what a half of the layer adds to it.
+
+    Args:
+      name: "attention" or "mlp", whose norms these are.
+      x: states before it.
+      half: the mixer or the feed-forward.
+    """
+    norms = configs.NORMS[self.config.norms]
+    h = x
+    if f"{name}_norm" in norms:
+      h = self._normed(h, getattr(self, f"{name}_norm")[...])
+    h = half(h)
+    if f"{name}_post_norm" in norms:
+      h = self._normed(h, getattr(self, f"{name}_post_norm")[...])
+    scale = self.config.residual_scale
+    return x + (h if scale == 1.0 else h * jnp.asarray(scale, h.dtype))
+
+  def _mixed(
     self,
-    x: Float[Array, "*B D"],
-    factors: tuple[Float[Array, "*B 1 half"], Float[Array, "*B 1 half"]],
+    h: Float[Array, "*B D"],
+    factors: rotary.Factors,
     layer: Any,
     attend: Attend,
-    rows: Int[Array, "R"] | None = None,
+    rows: Int[Array, "R"] | None,
   ) -> tuple[Float[Array, "*B D"], Any]:
+    """Return what the mixer adds, and what `attend` kept."""
     c = self.config
     biases = (
       (self.query_bias, self.key_bias, self.value_bias)
       if c.has_qkv_bias
       else (None, None, None)
     )
-    norms = (self.query_norm, self.key_norm) if c.has_qk_norm else (None, None)
-    h = rms_norm(x, self.attention_norm[...], c.norm_eps)
+    has_norms = c.has_qk_norm or c.has_wide_qk_norm
+    norms = (self.query_norm, self.key_norm) if has_norms else (None, None)
     query = self._heads("query", h, rows, biases[0], norms[0])
     key = self._heads("key", h, rows, biases[1], norms[1])
     value = self._heads("value", h, rows, biases[2], None)
+    # Attention divides by sqrt(H), whatever the scale of the model is.
+    scale = (c.attention_scale or c.head_dim**-0.5) * math.sqrt(c.head_dim)
+    scale = 1.0 if math.isclose(scale, 1.0, rel_tol=1e-12) else scale
     mixed, kept = attend(
-      layer, rotary(query, *factors), rotary(key, *factors), value
+      layer,
+      rotary.rotated(query, *factors, scale),
+      rotary.rotated(key, *factors),
+      value,
     )
-    x = x + self._product("output", "...nh,nhd->...d", mixed, rows)
-    h = rms_norm(x, self.mlp_norm[...], c.norm_eps)
-    gate = jax.nn.silu(self._product("gate", "...d,df->...f", h, rows))
+    return self._product("output", "...nh,nhd->...d", mixed, rows), kept
+
+  def _fed_forward(
+    self, h: Float[Array, "*B D"], rows: Int[Array, "R"] | None
+  ) -> Float[Array, "*B D"]:
+    """Return what the feed-forward adds."""
+    activation = _ACTIVATIONS[self.config.activation]
+    gate = activation(self._product("gate", "...d,df->...f", h, rows))
     up = self._product("up", "...d,df->...f", h, rows)
-    return x + self._product("down", "...f,fd->...d", gate * up, rows), kept
+    return self._product("down", "...f,fd->...d", gate * up, rows)
+
+  def __call__(
+    self,
+    x: Float[Array, "*B D"],
+    factors: rotary.Factors,
+    layer: Any,
+    attend: Attend,
+    rows: Int[Array, "R"] | None = None,
+  ) -> tuple[Float[Array, "*B D"], Any]:
+    kept: Any = None
+
+    def mix(h: jax.Array) -> jax.Array:
+      nonlocal kept
+      mixed, kept = self._mixed(h, factors, layer, attend, rows)
+      return mixed
+
+    x = self._around("attention", x, mix)
+    x = self._around("mlp", x, lambda h: self._fed_forward(h, rows))
+    return x, kept
 
 
 class Decoder(nnx.Module):
@@ -314,7 +324,8 @@ class Decoder(nnx.Module):
     else:
       blocks = [Block(c, rngs=rngs) for _ in range(c.num_layers)]
       self.layers: Any = nnx.List(blocks)
-    self.final_norm = _constant(1.0, (c.model_dim,), (None,))
+    one = 0.0 if c.has_centred_norms else 1.0
+    self.final_norm = _constant(one, (c.model_dim,), (None,))
     if c.has_scalar_head:
       self.scalar_head = _constant(0.0, (c.model_dim,), (None,))
     elif not c.has_tied_head:
@@ -333,11 +344,16 @@ class Decoder(nnx.Module):
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Return float32 logits; a quantised head is not dequantised as a whole."""
-    if self.config.has_tied_head:
+    c = self.config
+    if c.has_tied_head:
       table = self.embedding[...].astype(hidden.dtype)
-      return products.contract(hidden, table, (1,), jnp.float32)
-    head = self.output_head.get_value()
-    return quantization.project("...d,dv->...v", hidden, head, jnp.float32)
+      logits = products.contract(hidden, table, (1,), jnp.float32)
+    else:
+      head = self.output_head.get_value()
+      logits = quantization.project("...d,dv->...v", hidden, head, jnp.float32)
+    if c.logits_divisor != 1.0:
+      logits = logits / c.logits_divisor
+    return reference.soft_capped(logits, c.logits_soft_cap)
 
   def scalars(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B"]:
     """Return the float32 number that the scalar head makes of each state."""
@@ -347,7 +363,9 @@ class Decoder(nnx.Module):
     self, tokens: Int[Array, "*B"], dtype: jnp.dtype
   ) -> Float[Array, "*B D"]:
     """Look up tokens; the gradient is summed in the dtype of the embedding."""
-    return products.rows(self.embedding[...], tokens).astype(dtype)
+    embedded = products.rows(self.embedding[...], tokens).astype(dtype)
+    scale = self.config.embedding_scale
+    return embedded if scale == 1.0 else embedded * jnp.asarray(scale, dtype)
 
   def hidden(
     self,
@@ -369,15 +387,21 @@ class Decoder(nnx.Module):
       per_layer: arrays with a value for each layer, which `attend` gets instead
         of the layer's index. Only for stacked layers.
     """
-    factors = rotary_factors(positions, rope_frequencies(self.config))
+    ropes, kinds = rotary.kinds(self.config)
+    factors = [rotary.factors(self.config, rope, positions) for rope in ropes]
     if self.is_stacked:
       block_def, stacked = nnx.split(self.layers)
+      is_same = len(factors) == 1
+      all_factors = is_same or jax.tree.map(lambda *x: jnp.stack(x), *factors)
 
       def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-        layer_params, layer_values = layer
+        layer_params, layer_values, kind = layer
         block = nnx.merge(block_def, layer_params)
         x = ad_checkpoint.checkpoint_name(x, _LAYER_INPUT)
-        x, kept = block(x, factors, layer_values, attend, rows)
+        own = factors[0]
+        if not is_same:
+          own = jax.tree.map(lambda x: x[kind], all_factors)
+        x, kept = block(x, own, layer_values, attend, rows)
         return constrain(x), kept
 
       body: Any = step
@@ -387,14 +411,19 @@ class Decoder(nnx.Module):
         body = jax.checkpoint(
           step, policy=POLICIES[self.remat], prevent_cse=False
         )
-      x, kept = jax.lax.scan(body, x, (stacked, per_layer))
+      of_layers = None if is_same else jnp.array(kinds, jnp.int32)
+      x, kept = jax.lax.scan(body, x, (stacked, per_layer, of_layers))
     else:
       kept = []
       for layer, block in enumerate(self.layers):
-        x, kept_here = block(x, factors, layer, attend, rows)
+        x, kept_here = block(x, factors[kinds[layer]], layer, attend, rows)
         x = constrain(x)
         kept.append(kept_here)
-    return rms_norm(x, self.final_norm[...], self.config.norm_eps), kept
+    c = self.config
+    x = rms_norm(
+      x, self.final_norm[...], c.norm_eps, is_centred=c.has_centred_norms
+    )
+    return x, kept
 
 
 # Logical axes of activations that are split; in decoding there is no "tokens".

@@ -149,12 +149,14 @@ def _kept(
       return itemsize * (2 * width + 2 * query + 2 * key + 2 * mlp)
     case sections.Remat.NONE:
       # Each norm keeps three float32 arrays. The softmax keeps its numerators
-      # besides its result.
-      norms = 6 * width + 3 * (query + key) * model.has_qk_norm
+      # besides its result, and a soft cap its tanh.
+      norms = 3 * len(configs.NORMS[model.norms]) * width
+      norms += 3 * (query + key) * bool(model.qk_norm_shapes)
       inputs = 2 * width + 2 * query + 2 * key + 6 * mlp
       if num_scores == 0:
         inputs += query
-      scores = num_scores * (4 + itemsize)
+      is_capped = model.attention_soft_cap is not None
+      scores = num_scores * (4 + 4 * is_capped + itemsize)
       return 4 * norms + itemsize * inputs + scores
 
 
@@ -222,6 +224,7 @@ def training(
   working = 0 if remat in (none, dots) else kept(dots)
   working += tokens * num_scores * itemsize
   states = 3 * tokens * model.model_dim * 4
+  of_logits = 3 if model.logits_soft_cap is None else 4  # float32 arrays
   models = policy, *others
   return Estimate(
     weights=sum(x.weights for x in models),
@@ -229,7 +232,9 @@ def training(
     gradients=sum(x.gradients for x in models),
     activations=num_trunks * model.num_layers * kept(remat),
     layer=layer,
-    logits=3 * 4 * tokens * chunk + states + 4 * chunk * model.model_dim,
+    logits=of_logits * 4 * tokens * chunk
+    + states
+    + 4 * chunk * model.model_dim,
     batch=(_BATCH_BYTES + 4 * num_fields) * math.ceil(tokens_per_step / split),
     least_activations=model.num_layers * least,
     least_working=max(working, 4 * tokens * chunk),

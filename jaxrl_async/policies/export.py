@@ -88,7 +88,7 @@ def export(
     jax.devices("cpu")[:1],
     tokenizer=tokenizer,
   )
-  _check_architecture(setup.model.base)
+  described = _described(setup.model.base)
   step, params = stored_policy.load(stored, setup)
   if setup.model.lora is not None:
     params = lora_lib.merged(params, setup.model.lora)
@@ -103,14 +103,19 @@ def export(
       params,
       dtype=dtype,
       max_shard_bytes=max_shard_bytes,
-      settings=_settings(stored, tokenizer.end_tokens),
+      settings={
+        name: value
+        for name, value in _settings(stored, tokenizer.end_tokens).items()
+        if name not in described
+      },
     )
   return {"step": step, "parameters": setup.model.base.num_params}
 
 
-def _check_architecture(model: configs.ModelConfig) -> None:
+def _described(model: configs.ModelConfig) -> dict[str, Any]:
+  """Return the entries of config.json that follow from the architecture."""
   try:
-    hf_config.config_json(model)
+    return hf_config.config_json(model)
   except ValueError as error:
     raise sections.ConfigError(f"model.name: {error}") from error
 

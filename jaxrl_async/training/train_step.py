@@ -211,6 +211,7 @@ def final_hidden(
     settings.model.num_heads,
     settings.layout,
     settings.model.windows_within(length),
+    settings.model.attention_soft_cap,
   )
   hidden, _ = model.hidden(
     _embedded(settings, model, batch.tokens),
@@ -247,6 +248,8 @@ def _likelihood(
     temperature=settings.temperature,
     vocab_chunk=settings.vocab_chunk,
     layout=settings.layout,
+    divisor=settings.model.logits_divisor,
+    soft_cap=settings.model.logits_soft_cap,
   )
 
 

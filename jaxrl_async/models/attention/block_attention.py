@@ -28,6 +28,7 @@ def blocks(
   first: int | Int[Array, ""] = 0,
   *,
   block: int = BLOCK,
+  soft_cap: float | None = None,
 ) -> Float[Array, "B Q N H"]:
   """Return attention by an online softmax over blocks (arXiv:2205.14135).
 
@@ -41,6 +42,7 @@ def blocks(
     key_start: not used; the other implementations need it.
     first: column of the first query.
     block: columns of a block.
+    soft_cap: of the scores, as in `reference.xla_attention`.
   """
   del key_start
   batch, length, num_heads, head_dim = query.shape
@@ -62,6 +64,7 @@ def blocks(
   q = cut(query).reshape(-1, batch, block, num_kv_heads, group, head_dim)
   q = q.transpose(0, 1, 3, 4, 2, 5)
   mixed = _attend(
+    soft_cap,
     q.reshape(-1, batch, num_kv_heads, group * block, head_dim),
     jnp.swapaxes(cut(key), 2, 3),
     jnp.swapaxes(cut(value), 2, 3),
@@ -79,6 +82,7 @@ def _scores(
   start: Int[Array, "B block"],
   own: Int[Array, "block"],
   j: int | Array,
+  soft_cap: float | None,
 ) -> Float[Array, "B K Q block"]:
   """Return the scores of a block of queries and block j of keys.
 
@@ -89,7 +93,7 @@ def _scores(
   scores = jnp.einsum(
     "bkqh,bkth->bkqt", q, k, preferred_element_type=jnp.float32
   )
-  scores = scores * jnp.float32(q.shape[-1] ** -0.5)
+  scores = reference.scaled(scores, q.shape[-1], soft_cap)
   column = j * block + jnp.arange(block, dtype=jnp.int32)[None, None]
   sees = (start[:, :, None] <= column) & (column <= own[None, :, None])
   shape = scores.shape
@@ -107,6 +111,7 @@ def _range(
 
 
 def _attend_one(
+  soft_cap: float | None,
   q: Float[Array, "B K Q H"],
   key: Float[Array, "c B K block H"],
   value: Float[Array, "c B K block H"],
@@ -131,7 +136,7 @@ def _attend_one(
     j = high - i
     k = lax.dynamic_index_in_dim(key, j, keepdims=False)
     v = lax.dynamic_index_in_dim(value, j, keepdims=False)
-    scores = _scores(q, k, start, own, j)
+    scores = _scores(q, k, start, own, j, soft_cap)
     new_largest = jnp.maximum(largest, scores.max(-1))
     drop = jnp.exp(largest - new_largest)
     weights = jnp.exp(scores - new_largest[..., None])
@@ -150,8 +155,8 @@ def _attend_one(
   return (mixed / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
 
-@jax.custom_vjp
-def _attend(
+def _attended(
+  soft_cap: float | None,
   query: Float[Array, "b B K Q H"],
   key: Float[Array, "c B K block H"],
   value: Float[Array, "c B K block H"],
@@ -163,21 +168,28 @@ def _attend(
   Q stands for group * block, all queries of one kv head.
 
   Args:
+    soft_cap: of the scores, or None.
     query: b blocks of queries.
     key: c blocks of keys.
     value: c blocks of values.
     start: the column at which the segment of each query begins.
     own: the column of each query.
   """
-  return _forward(query, key, value, start, own)[0]
+  return _forward(soft_cap, query, key, value, start, own)[0]
 
 
 def _forward(
-  query: Array, key: Array, value: Array, start: Array, own: Array
+  soft_cap: float | None,
+  query: Array,
+  key: Array,
+  value: Array,
+  start: Array,
+  own: Array,
 ) -> tuple[Array, tuple[Array, ...]]:
   """Return the result, and what the backward pass needs."""
   mixed, log_sums = lax.map(
-    lambda x: _attend_one(x[0], key, value, *x[1:]), (query, start, own)
+    lambda x: _attend_one(soft_cap, x[0], key, value, *x[1:]),
+    (query, start, own),
   )
   # Both get the name, because the backward pass would recompute both if either
   # were missing.
@@ -187,7 +199,7 @@ def _forward(
 
 
 def _backward(
-  residuals: tuple[Array, ...], d_mixed: Array
+  soft_cap: float | None, residuals: tuple[Array, ...], d_mixed: Array
 ) -> tuple[Array, Array, Array, None, None]:
   """Recompute the weights of each pair from the log-sums (arXiv:2205.14135)."""
   query, key, value, start, own, mixed, log_sums = residuals
@@ -207,9 +219,15 @@ def _backward(
       d_q, d_key, d_value = carry
       k = lax.dynamic_index_in_dim(key, j, keepdims=False)
       v = lax.dynamic_index_in_dim(value, j, keepdims=False)
-      weights = jnp.exp(_scores(q, k, start, own, j) - log_sum[..., None])
+      scores = _scores(q, k, start, own, j, soft_cap)
+      weights = jnp.exp(scores - log_sum[..., None])
       d_weights = product("bkqh,bkth->bkqt", d_out, v)
       d_scores = weights * (d_weights - inner[..., None]) * scale
+      if soft_cap is not None:
+        # d c tanh(x / c) = 1 - tanh(x / c)^2. Keys that are not seen have a
+        # score far below -c, and a weight of 0.
+        tanh = jnp.clip(scores / soft_cap, -1.0, 1.0)
+        d_scores = d_scores * (1.0 - jnp.square(tanh))
       d_scores = d_scores.astype(q.dtype)
       weights = weights.astype(d_out.dtype)
       return (
@@ -230,4 +248,5 @@ def _backward(
   return d_query, d_key, d_value, None, None
 
 
+_attend = jax.custom_vjp(_attended, nondiff_argnums=(0,))
 _attend.defvjp(_forward, _backward)

@@ -18,7 +18,6 @@ shapes they do not take is a bug and is raised.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
-import sys
 from typing import Any
 
 from absl import logging
@@ -30,6 +29,7 @@ import numpy as np
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.devices import topology
+from jaxrl_async.models.attention import kernel_errors
 from jaxrl_async.models.attention import kernel_names
 from jaxrl_async.models.attention import packed_attention
 from jaxrl_async.models.attention import paged_attention
@@ -72,35 +72,6 @@ class Trial:
 
 
 # -- the trial ----------------------------------------------------------------
-
-# Errors of Pallas, which have neither a public name nor a common base class.
-_PALLAS_ERRORS = {
-  "jax._src.pallas.mosaic.error_handling": "MosaicError",
-  "jax._src.pallas.mosaic.lowering": "LoweringException",
-  "jax._src.pallas.mosaic_gpu.lowering": "LoweringError",
-  "jax._src.pallas.triton.lowering": "LoweringError",
-}
-
-
-def refusals() -> tuple[type[Exception], ...]:
-  """Return the errors that mean that a kernel does not fit a device.
-
-  RuntimeError includes JaxRuntimeError (errors of the compiler and the device),
-  NotImplementedError and a missing cuDNN. An error of a module that nobody has
-  imported has not been raised.
-  """
-  loaded = (
-    getattr(sys.modules.get(module), name, None)
-    for module, name in _PALLAS_ERRORS.items()
-  )
-  return (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AssertionError,
-    ImportError,
-    *(error for error in loaded if error is not None),
-  )
 
 
 def _distances(found: Results, expected: Results) -> np.ndarray:
@@ -172,7 +143,7 @@ def refusal(attend: Implementation, trial: Trial, expected: Reference) -> str:
         worst = errors[~is_close].max()
         return f"it is off by {worst:.2g} of the norm"
     jax.jit(attend).lower(*trial.shapes).compile()
-  except refusals() as error:
+  except kernel_errors.refusals() as error:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
   return ""
@@ -308,7 +279,9 @@ def _held(
 # -- packed rows --------------------------------------------------------------
 
 
-def with_gradients(name: str, sliding_window: int | None) -> Implementation:
+def with_gradients(
+  name: str, sliding_window: int | None, soft_cap: float | None = None
+) -> Implementation:
   """Return a function that computes the result and its gradients.
 
   The gradients are those of the weighted sum of the results, with respect to
@@ -324,7 +297,11 @@ def with_gradients(name: str, sliding_window: int | None) -> Implementation:
   ) -> tuple[jax.Array, ...]:
     window = _tried_window(sliding_window, start.shape[1])
     attend = packed_attention.over_rows(
-      name, start, query.shape[2], sliding_window=window
+      name,
+      start,
+      query.shape[2],
+      sliding_window=window,
+      soft_cap=soft_cap,
     )
     mixed, gradients = jax.vjp(attend, query, key, value)
     return mixed, *gradients(weights)
@@ -355,6 +332,7 @@ def for_training(
   dtype: jnp.dtype,
   layout: mesh_lib.Layout,
   sliding_windows: Sequence[int | None] = (None,),
+  soft_cap: float | None = None,
 ) -> str:
   """Return the name of the implementation for packed rows that a run takes.
 
@@ -370,6 +348,7 @@ def for_training(
     layout: of the training slice.
     sliding_windows: the window of each layer, as far as it matters in rows of
       this length.
+    soft_cap: of the scores of all layers.
 
   Raises:
     ConfigError: there is no such name, or it does not work here.
@@ -414,7 +393,7 @@ def for_training(
     wanted,
     candidates,
     {
-      name: with_gradients(name, window)
+      name: with_gradients(name, window, soft_cap)
       for name in packed_attention.IMPLEMENTATIONS
     },
     lambda: packed_trial(
@@ -451,7 +430,9 @@ def prefill_trial(
 
 
 def of_tokens(
-  attend: reference.CausalAttention, windows: Iterable[int | None] = (None,)
+  attend: reference.CausalAttention,
+  windows: Iterable[int | None] = (None,),
+  soft_cap: float | None = None,
 ) -> Implementation:
   """Return attention under each window, 0 at padding if it was finite there.
 
@@ -469,7 +450,9 @@ def of_tokens(
     results = []
     for window in windows:
       window = _tried_window(window, length)
-      mixed = attend(query, key, value, lengths, sliding_window=window)
+      mixed = attend(
+        query, key, value, lengths, sliding_window=window, soft_cap=soft_cap
+      )
       results.append(mixed * is_token)
     return results
 
@@ -546,6 +529,7 @@ def for_engine(
   dtype: jnp.dtype,
   mesh: Mesh,
   rules: sections.ShardingRules,
+  soft_cap: float | None = None,
 ) -> EngineAttention:
   """Try the platform's implementations, and log which ones are chosen.
 
@@ -562,6 +546,7 @@ def for_engine(
     dtype: dtype of the cache.
     mesh: mesh of the rollout slice.
     rules: sharding rules of the rollout slice.
+    soft_cap: of the scores of all layers.
 
   Raises:
     ConfigError: there is no such name, or the implementation does not work
@@ -591,7 +576,7 @@ def for_engine(
     wanted,
     PREFILL,
     {
-      name: of_tokens(attend, windows)
+      name: of_tokens(attend, windows, soft_cap)
       for name, attend in reference.CAUSAL.items()
     },
     lambda: prefill_trial(own, held(rows_axis, rows), longest, dtype),
@@ -606,6 +591,7 @@ def for_engine(
       pages=pages,
       held=held,
       windows_within=windows_within,
+      soft_cap=soft_cap,
       dtype=dtype,
       device=device,
     )
@@ -644,6 +630,7 @@ def _pick_decode(
   pages: tuple[int, int],
   held: Callable[[str | None, int], int],
   windows_within: Callable[[int], Iterable[int | None]],
+  soft_cap: float | None,
   dtype: jnp.dtype,
   device: Any,
 ) -> tuple[str, dict[str, str]]:
@@ -655,7 +642,7 @@ def _pick_decode(
     wanted,
     DECODE,
     {
-      name: functools.partial(attend, sliding_window=window)
+      name: functools.partial(attend, sliding_window=window, soft_cap=soft_cap)
       for name, attend in paged_attention.IMPLEMENTATIONS.items()
     },
     lambda: decode_trial(
@@ -686,9 +673,15 @@ def _over_mesh(
   if name == "xla" or mesh.size == 1:
     return attend
 
-  def on_mesh(*arrays: Any, sliding_window: int | None = None) -> jax.Array:
+  def on_mesh(
+    *arrays: Any,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+  ) -> jax.Array:
     mapped = jax.shard_map(
-      functools.partial(attend, sliding_window=sliding_window),
+      functools.partial(
+        attend, sliding_window=sliding_window, soft_cap=soft_cap
+      ),
       mesh=mesh,
       in_specs=arguments,
       out_specs=result,

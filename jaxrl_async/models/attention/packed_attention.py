@@ -50,11 +50,13 @@ def xla(
   query_start: Int[Array, "B Q"],
   key_start: Int[Array, "B T"],
   first: int | Int[Array, ""] = 0,
+  *,
+  soft_cap: float | None = None,
 ) -> Float[Array, "B Q N H"]:
   """Return attention with the scores of all pairs in one array."""
   del key_start
   mask = _mask(query_start, key.shape[1], first)
-  return reference.xla_attention(query, key, value, mask)
+  return reference.xla_attention(query, key, value, mask, soft_cap)
 
 
 def _mask(
@@ -83,6 +85,8 @@ def chunks(
   query_start: Int[Array, "B Q"],
   key_start: Int[Array, "B T"],
   first: int | Int[Array, ""] = 0,
+  *,
+  soft_cap: float | None = None,
 ) -> Float[Array, "B Q N H"]:
   """Return attention of BLOCK queries at a time, in a loop of fixed length.
 
@@ -104,7 +108,7 @@ def chunks(
   @jax.checkpoint
   def of_chunk(chunk: tuple[jax.Array, ...]) -> jax.Array:
     q, start, first = chunk
-    return xla(q, key, value, start, key_start, first)
+    return xla(q, key, value, start, key_start, first, soft_cap=soft_cap)
 
   mixed = lax.map(of_chunk, (queries, cut(query_start), firsts))
   mixed = jnp.swapaxes(mixed, 0, 1)
@@ -356,13 +360,15 @@ def are_together(layout: mesh_lib.Layout) -> bool:
 
 
 def _by_compiler(
-  mask: Bool[Array, "B T T"], layout: mesh_lib.Layout | None
+  mask: Bool[Array, "B T T"],
+  layout: mesh_lib.Layout | None,
+  soft_cap: float | None,
 ) -> RowAttention:
   """Return the reference, split over the mesh by the compiler."""
 
   def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     if layout is None:
-      return reference.xla_attention(query, key, value, mask)
+      return reference.xla_attention(query, key, value, mask, soft_cap)
     axes = "batch", "tokens", "heads", "head"
     kv_axes = "batch", None, "kv_heads", "head"
     mixed = reference.xla_attention(
@@ -370,6 +376,7 @@ def _by_compiler(
       layout.constrain(key, *kv_axes),
       layout.constrain(value, *kv_axes),
       mask,
+      soft_cap,
     )
     return layout.constrain(mixed, *axes)
 
@@ -391,6 +398,7 @@ def over_rows(
   layout: mesh_lib.Layout | None = None,
   *,
   sliding_window: int | Int[Array, ""] | None = None,
+  soft_cap: float | None = None,
   interpret: bool = False,
 ) -> RowAttention:
   """Return a function of query, key and value that attends over these rows.
@@ -405,12 +413,22 @@ def over_rows(
     layout: of the mesh; None or a single device splits nothing.
     sliding_window: number of tokens that a query sees, itself included; None is
       all of its segment. For `TAKE_ANY_WINDOW` it may be an array.
+    soft_cap: of the scores, as in `reference.xla_attention`.
     interpret: run splash without a TPU.
+
+  Raises:
+    NotImplementedError: there is a soft cap, and this is a kernel, none of
+      which has one.
   """
   if name == "xla":
     first_seen = windowed_start(start, sliding_window)
-    return _by_compiler(_mask(first_seen, start.shape[1]), layout)
+    mask = _mask(first_seen, start.shape[1])
+    return _by_compiler(mask, layout, soft_cap)
   implementation = IMPLEMENTATIONS[name]
+  if soft_cap is not None:
+    if name not in PLAIN:
+      reference.refuse_soft_cap(soft_cap)
+    implementation = functools.partial(implementation, soft_cap=soft_cap)
   query_start, own_window = start, sliding_window
   if name in TAKE_ANY_WINDOW:
     query_start, own_window = windowed_start(start, sliding_window), None
@@ -489,6 +507,7 @@ def over_layers(
   num_heads: int,
   layout: mesh_lib.Layout | None,
   sliding_windows: Sequence[int | None],
+  soft_cap: float | None = None,
 ) -> tuple[Callable[..., tuple[jax.Array, None]], Int[Array, "L"] | None]:
   """Return attention over these rows, for a decoder that scans its layers.
 
@@ -498,13 +517,16 @@ def over_layers(
     num_heads: query heads of the model.
     layout: as in `over_rows`.
     sliding_windows: of each layer, as far as they matter in these rows.
+    soft_cap: of the scores of all layers.
 
   Returns:
     The `attend` of `transformer.Decoder.hidden`, which keeps nothing, and the
     window of each layer, which the scan is to give it. If all layers have the
     same window, the latter is None.
   """
-  over = functools.partial(over_rows, name, start, num_heads, layout)
+  over = functools.partial(
+    over_rows, name, start, num_heads, layout, soft_cap=soft_cap
+  )
   if len(set(sliding_windows)) == 1:
     mix = over(sliding_window=sliding_windows[0])
     return lambda _, q, k, v: (mix(q, k, v), None), None

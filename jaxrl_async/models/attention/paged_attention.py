@@ -22,7 +22,7 @@ from jaxrl_async.models.attention import reference
 # The keys and the values of a layer.
 Layer = tuple[jax.Array, jax.Array]
 # Takes the pages, queries [B N H], positions [B], the table [B W], and the
-# keyword `sliding_window`.
+# keywords `sliding_window` and `soft_cap`.
 PagedAttention = Callable[..., jax.Array]
 
 # Tokens that a kernel processes at a time. Tables are padded to whole blocks,
@@ -39,6 +39,7 @@ def attend_cached(
   positions: Int[Array, "B"],
   *,
   sliding_window: int | None = None,
+  soft_cap: float | None = None,
 ) -> Float[Array, "B N H"]:
   """Return attention of one query per row over times 0..position.
 
@@ -51,6 +52,7 @@ def attend_cached(
     parts: keys [B K H S] and values [B K S H] of successive times.
     positions: of the queries.
     sliding_window: number of tokens that a query sees, itself included.
+    soft_cap: of the scores, as in `reference.xla_attention`.
   """
   rows, num_heads, head_dim = query.shape
   num_kv_heads = parts[0][0].shape[1]
@@ -61,7 +63,8 @@ def attend_cached(
     )
     for keys, _ in parts
   ]
-  scores = jnp.concatenate(scores, axis=-1) * jnp.float32(head_dim**-0.5)
+  scores = jnp.concatenate(scores, axis=-1)
+  scores = reference.scaled(scores, head_dim, soft_cap)
   width = scores.shape[-1]
   seen = jnp.arange(width)[None] <= positions[:, None]
   if sliding_window is not None:
@@ -91,6 +94,7 @@ def xla(
   pages: Int[Array, "B W"],
   *,
   sliding_window: int | None = None,
+  soft_cap: float | None = None,
 ) -> Float[Array, "B N H"]:
   """Return attention computed by XLA, which gathers the pages of the table.
 
@@ -111,7 +115,11 @@ def xla(
 
   keys = jnp.swapaxes(gather(layer[0]), 2, 3)
   return attend_cached(
-    query, [(keys, gather(layer[1]))], positions, sliding_window=sliding_window
+    query,
+    [(keys, gather(layer[1]))],
+    positions,
+    sliding_window=sliding_window,
+    soft_cap=soft_cap,
   )
 
 
@@ -140,11 +148,12 @@ def _for_kernel(
   return scaled, lengths, table, per_block
 
 
-def _refuse(sliding_window: int | None) -> None:
-  """Raise a NotImplementedError if there is a window.
+def _refuse(sliding_window: int | None, soft_cap: float | None) -> None:
+  """Raise a NotImplementedError if there is a window or a soft cap.
 
   The kernels read a sequence from its first token on.
   """
+  reference.refuse_soft_cap(soft_cap)
   if sliding_window is not None:
     raise NotImplementedError("it has no sliding windows")
 
@@ -156,13 +165,14 @@ def gpu_paged(
   pages: Int[Array, "B W"],
   *,
   sliding_window: int | None = None,
+  soft_cap: float | None = None,
   interpret: bool = False,
 ) -> Float[Array, "B N H"]:
   """Return attention computed by JAX's Triton kernel.
 
   The head size and the page size must be powers of two.
   """
-  _refuse(sliding_window)
+  _refuse(sliding_window, soft_cap)
   with warnings.catch_warnings():
     # JAX 0.11 gives a DeprecationWarning on this import.
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -191,12 +201,13 @@ def tpu_paged(
   pages: Int[Array, "B W"],
   *,
   sliding_window: int | None = None,
+  soft_cap: float | None = None,
 ) -> Float[Array, "B N H"]:
   """Return attention computed by JAX's Mosaic kernel.
 
   The kernel rounds the cache to bfloat16.
   """
-  _refuse(sliding_window)
+  _refuse(sliding_window, soft_cap)
   from jax.experimental.pallas.ops.tpu import paged_attention as kernel
 
   query, lengths, table, per_block = _for_kernel(

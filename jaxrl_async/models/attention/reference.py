@@ -37,11 +37,33 @@ def packed_mask(
   return same & causal[None]
 
 
+def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
+  """Return cap tanh(x / cap) (arXiv:2408.00118), or x without a cap."""
+  return x if cap is None else jnp.float32(cap) * jnp.tanh(x / cap)
+
+
+def scaled(
+  scores: jax.Array, head_dim: int, soft_cap: float | None
+) -> jax.Array:
+  """Return products of queries and keys over sqrt(H), within a soft cap."""
+  return soft_capped(scores * jnp.float32(head_dim**-0.5), soft_cap)
+
+
+def refuse_soft_cap(soft_cap: float | None) -> None:
+  """Raise a NotImplementedError if scores are to have a soft cap.
+
+  Every kernel that has none calls it. The choice of a kernel tells the reason.
+  """
+  if soft_cap is not None:
+    raise NotImplementedError("it has no soft caps of scores")
+
+
 def xla_attention(
   query: Float[Array, "B Q N H"],
   key: Float[Array, "B T K H"],
   value: Float[Array, "B T K H"],
   mask: Bool[Array, "B Q T"],
+  soft_cap: float | None = None,
 ) -> Float[Array, "B Q N H"]:
   """Return grouped-query attention: softmax(q k^T / sqrt(H)) v.
 
@@ -52,6 +74,7 @@ def xla_attention(
     key: one per token and kv head.
     value: one per token and kv head.
     mask: True where a query (second axis) may see a key (third axis).
+    soft_cap: of the scores, see `soft_capped`.
   """
   batch, length, num_heads, head_dim = query.shape
   num_kv_heads = key.shape[2]
@@ -61,7 +84,7 @@ def xla_attention(
   scores = jnp.einsum(
     "btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32
   )
-  scores = scores * jnp.float32(head_dim**-0.5)
+  scores = scaled(scores, head_dim, soft_cap)
   scores = jnp.where(mask[:, None, None], scores, jnp.float32(NEGATIVE))
   weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
   mixed = jnp.einsum("bkgts,bskh->btkgh", weights, value)
@@ -75,17 +98,18 @@ def causal_xla(
   lengths: Int[Array, "B"],
   *,
   sliding_window: int | None = None,
+  soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
   """Return causal attention over rows of `lengths` tokens, padded right.
 
   Every entry of `CAUSAL` takes the same arguments and returns the mixed values.
   The results at padding are finite but otherwise meaningless. `sliding_window`
-  is as in `packed_mask`.
+  is as in `packed_mask`, and `soft_cap` as in `xla_attention`.
   """
   order = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
   segments = (order < lengths[:, None]).astype(jnp.int32)
   mask = packed_mask(segments, sliding_window)
-  return xla_attention(query, key, value, mask)
+  return xla_attention(query, key, value, mask, soft_cap)
 
 
 def causal_cudnn(
@@ -95,6 +119,7 @@ def causal_cudnn(
   lengths: Int[Array, "B"],
   *,
   sliding_window: int | None = None,
+  soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
   """Return cuDNN's causal flash attention, for 16-bit types.
 
@@ -103,6 +128,7 @@ def causal_cudnn(
   go to the cache.
   """
   del lengths
+  refuse_soft_cap(soft_cap)
   return jax.nn.dot_product_attention(
     query,
     key,
@@ -148,6 +174,7 @@ def causal_splash(
   lengths: Int[Array, "B"],
   *,
   sliding_window: int | None = None,
+  soft_cap: float | None = None,
   interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
   """Return JAX's causal splash attention for TPU.
@@ -157,6 +184,7 @@ def causal_splash(
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   del lengths
+  refuse_soft_cap(soft_cap)
   length, num_heads, head_dim = query.shape[1:]
   padded = length + -length % LANES
   block = splash_block(padded)
@@ -175,8 +203,8 @@ def causal_splash(
   return jnp.swapaxes(mixed, 1, 2)[:, :length]
 
 
-# Takes queries, keys and values [B T heads H], lengths [B], and the keyword
-# `sliding_window`.
+# Takes queries, keys and values [B T heads H], lengths [B], and the keywords
+# `sliding_window` and `soft_cap`.
 CausalAttention = Callable[..., jax.Array]
 CAUSAL: dict[str, CausalAttention] = {
   "xla": causal_xla,
