@@ -12,6 +12,7 @@ from jaxrl_async import types
 from jaxrl_async.assembly import continued_settings
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
+from jaxrl_async.models import configs
 from jaxrl_async.replay import timing_start
 from jaxrl_async.run import resume
 from jaxrl_async.storage import checkpoint
@@ -83,7 +84,9 @@ def workdir(tmp_path):
 
 def find(workdir, config=None):
   notes = []
-  found = resume.find(config or sections.Config(), workdir, notes.append)
+  found = resume.find(
+    config or sections.Config(), configs.MODELS["tiny"], workdir, notes.append
+  )
   return found.step, notes
 
 
