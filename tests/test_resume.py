@@ -1,5 +1,6 @@
 """What a start goes on from, and what it refuses; without a run."""
 
+import dataclasses
 import json
 import shutil
 
@@ -88,6 +89,28 @@ def find(workdir, config=None):
     config or sections.Config(), configs.MODELS["tiny"], workdir, notes.append
   )
   return found.step, notes
+
+
+def test_a_resume_keeps_its_rotary_embeddings(workdir):
+  scaling = configs.RopeScaling(
+    kind="longrope",
+    short_factors=(1.0,) * 4,
+    long_factors=(2.0,) * 4,
+    original_max_tokens=200,
+  )
+  model = dataclasses.replace(configs.MODELS["tiny"], rope_scaling=scaling)
+  stored = sections.Config().rollout.cache_tokens
+  for cache_tokens, is_same in ((stored, True), (200, True), (201, False)):
+    config = sections.Config()
+    config.rollout.cache_tokens = cache_tokens
+    own = model.within(cache_tokens)
+    if is_same:
+      assert resume.find(config, own, workdir, print).step
+      continue
+    with pytest.raises(
+      sections.ConfigError, match="^rollout.cache_tokens: .* 201 tokens, and"
+    ):
+      resume.find(config, own, workdir, print)
 
 
 def refusal(workdir, config=None):
