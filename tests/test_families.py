@@ -434,7 +434,7 @@ def test_scales_are_rounded_to_bfloat16_as_in_torch(family):
     expected = made.get_input_embeddings()(torch.tensor(tokens))
     if family == "Granite":
       expected = expected * made.config.embedding_multiplier
-  found = decoder.embed(jnp.asarray(tokens), jnp.bfloat16)
+  found = decoder.embed(jnp.asarray(tokens), jnp.dtype("bfloat16"))
   np.testing.assert_array_equal(
     np.asarray(found, np.float32), expected.float().numpy()
   )
