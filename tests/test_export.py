@@ -1,5 +1,6 @@
 """An exported policy, read by transformers and by ourselves."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -13,6 +14,7 @@ import tiny
 
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
+from jaxrl_async.models import configs
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_weights
 from jaxrl_async.policies import export
@@ -139,6 +141,77 @@ def test_no_sequence_is_longer_than_the_model_was_made_for(tmp_path):
   assert written.generate("1", max_tokens=4, temperature=0.0)
   with pytest.raises(ValueError, match="^max_tokens: .* 513 .* made for 512"):
     written.generate("1", max_tokens=512)
+
+
+def test_special_tokens_may_lie_past_the_rows_of_the_model(tmp_path):
+  source = pretrained(tmp_path / "model")
+  path = source / "tokenizer.json"
+  settings = json.loads(path.read_text())
+  rows = stored_run.MODEL.vocab_size
+  image = settings["added_tokens"][0] | {"content": "<image>", "id": rows}
+  settings["added_tokens"].append(image)
+  path.write_text(json.dumps(settings))
+  config = stored_run.get_config()
+  config.model.name = str(source)
+  whole = tokenizer_lib.load(source)
+  assert (whole.num_needed, whole.vocab_size) == (rows, rows + 1)
+  for tokenizer in (
+    setup_lib.resolve(config, jax.devices()).tokenizer,
+    setup_lib.on_all_devices(
+      config, jax.devices()[:1], tokenizer=whole
+    ).tokenizer,
+  ):
+    assert tokenizer.vocab_size == rows
+    np.testing.assert_array_equal(tokenizer.encode("1+2"), whole.encode("1+2"))
+    with pytest.raises(ValueError, match=f"'<image>' is the token {rows}, and"):
+      tokenizer.encode("1<image>")
+  # An ordinary token needs its row.
+  image["special"] = False
+  path.write_text(json.dumps(settings))
+  with pytest.raises(sections.ConfigError, match="vocab_size is"):
+    setup_lib.resolve(config, jax.devices())
+
+
+def test_a_longer_sequence_changes_the_engine_and_logprobs_alike(tmp_path):
+  source = tmp_path / "model"
+  tokenizer_lib.character_level().save(source)
+  scaling = configs.RopeScaling(
+    kind="longrope",
+    short_factors=(1.0,) * 4,
+    long_factors=(3.0, 5.0, 7.0, 9.0),
+    original_max_tokens=150,
+  )
+  model = dataclasses.replace(
+    stored_run.MODEL, rope_scaling=scaling, max_positions=512
+  )
+  params = jax.tree.map(np.asarray, stored_run.params(2))
+  hf_weights.save(
+    source, model, params, settings={"max_position_embeddings": 512}
+  )
+  policy = policy_lib.load(stored_policy.find(source), jax.devices()[:1])
+  policy.config.rollout.cache_tokens = 128
+  policy._setup = dataclasses.replace(
+    policy._setup, model=policy._setup.model.within(128)
+  )
+  short = policy.logprobs(["1+2+3"])[0]
+  # Still within the context, so that the room ends there.
+  policy.logprobs(["1" * 140])
+  np.testing.assert_array_equal(policy.logprobs(["1+2+3"])[0], short)
+  (written,) = policy.generate("1+", max_tokens=148, temperature=0.0)
+  assert policy.config.rollout.cache_tokens == 150
+  np.testing.assert_array_equal(policy.logprobs(["1+2+3"])[0], short)
+  (written,) = policy.generate("1+", max_tokens=149, temperature=0.0)
+  long = policy.logprobs(["1+2+3"])[0]
+  assert np.abs(long - short).max() > 1e-3
+  (found,) = policy.logprobs([("1+", written)])
+  np.testing.assert_allclose(found, written.logprobs, atol=1e-4)
+  other = policy_lib.load(stored_policy.find(source), jax.devices()[:1])
+  other.config.rollout.cache_tokens = 128
+  other._setup = dataclasses.replace(
+    other._setup, model=other._setup.model.within(128)
+  )
+  other.logprobs(["1" * 160])
+  np.testing.assert_array_equal(other.logprobs(["1+2+3"])[0], long)
 
 
 def test_a_model_of_unknown_length_has_no_bound(tmp_path):

@@ -6,16 +6,20 @@ import jax
 import metrics_page
 import numpy as np
 import pytest
+import stored_run
 
 from configs import tiny
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
+from jaxrl_async.models import configs
+from jaxrl_async.models import hf_weights
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import peft_files
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.supervised import fine_tune
 from jaxrl_async.supervised import supervised
+from jaxrl_async.text import tokenizer as tokenizer_lib
 
 
 def make_config(**warm_start):
@@ -145,6 +149,72 @@ def test_with_lora_the_adapter_and_the_merged_model_are_the_result(tmp_path):
   config.warm_start.optimizer.name = sections.OptimizerName.MUON
   with pytest.raises(sections.ConfigError, match="^warm_start.optimizer.name"):
     fine_tune.fine_tune(config, tmp_path / "muon")
+
+
+PHI = configs.ModelConfig(
+  vocab_size=98,
+  model_dim=16,
+  num_layers=1,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  mlp_dim=16,
+  has_tied_head=False,
+  family="phi3",
+  max_positions=512,
+  rope_scaling=configs.RopeScaling(
+    kind="longrope",
+    short_factors=(1.0,) * 4,
+    long_factors=(2.0, 3.0, 4.0, 5.0),
+    original_max_tokens=200,
+  ),
+)
+
+
+def phi(directory):
+  """A config that trains a small Phi-3 with adapters."""
+  tokenizer_lib.character_level().save(directory)
+  arrays = jax.tree.map(np.asarray, stored_run.params(2, PHI))
+  longest = {"max_position_embeddings": PHI.max_positions}
+  hf_weights.save(directory, PHI, arrays, settings=longest)
+  config = make_config(num_steps=2, eval_every=0)
+  config.model.name = str(directory)
+  config.model.lora.rank = 2
+  config.train.tokens_per_row = 256
+  return config
+
+
+@pytest.mark.slow
+def test_a_phi_is_trained_with_lora_and_has_no_adapter_of_peft(
+  tmp_path, capsys
+):
+  config, workdir = phi(tmp_path / "model"), tmp_path / "sft"
+  fine_tune.fine_tune(config, workdir)
+  assert (workdir / supervised.PARAMS).exists()
+  assert not (workdir / supervised.ADAPTER).exists()
+  assert "stores in qkv_proj with others" in capsys.readouterr().err
+  # Rows are longer than the context of 200 tokens, and decide.
+  assert config.train.tokens_per_row > 200
+  config.train.tokens_per_row = 199
+  with pytest.raises(
+    sections.ConfigError, match="^train.tokens_per_row: sequences may have 199"
+  ):
+    fine_tune.fine_tune(config, workdir)
+
+
+def test_the_longest_example_decides_in_supervised_training(tmp_path):
+  config = phi(tmp_path / "model")
+  config.train.tokens_per_row, found = 1024, {}
+  for is_supervised in (False, True):
+    setup = setup_lib.resolve(
+      config, jax.devices(), is_supervised=is_supervised
+    )
+    found[is_supervised] = setup.model.base
+    initial_params.check(setup)
+    assert setup_lib.longest_tokens(
+      config, setup.model, is_supervised=is_supervised
+    ) == (512 if is_supervised else config.rollout.cache_tokens)
+  assert found[False] == PHI and found[True] == PHI.within(201) != PHI
 
 
 @pytest.mark.slow

@@ -172,7 +172,21 @@ def test_layers_are_those_of_the_settings(tmp_path):
     ),
     ("Gemma 2 2B", {"sliding_window": None}, "no window; set sliding_window"),
     ("Gemma 2 2B", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
-    ("Gemma 2 2B", {"num_attention_heads": 5}, "num_attention_heads 5"),
+    (
+      "Gemma 2 2B",
+      {"num_attention_heads": 5, "num_key_value_heads": 1},
+      "hidden_size 2304 is not a multiple of num_attention_heads 5",
+    ),
+    (
+      "Gemma 3 1B",
+      {"attn_logit_softcapping": 50.0},
+      "attn_logit_softcapping is 50.0, which transformers does not apply",
+    ),
+    (
+      "OLMo 3 7B",
+      {"rope_theta": 1e4},
+      "rope_theta is 10000.0, but rope_parameters.sliding_attention has none",
+    ),
     ("SmolLM3 3B", {"use_sliding_window": True}, "use_sliding_window is True"),
     ("SmolLM3 3B", {"no_rope_layers": [1, 0]}, "no_rope_layers is"),
     ("SmolLM3 3B", {"no_rope_layers": [2] * 36}, "no_rope_layers is"),
@@ -194,6 +208,47 @@ def test_what_a_family_has_not_is_refused_by_name(
   with pytest.raises(ValueError, match=message) as caught:
     test_hf_weights.described(tmp_path, settings)
   assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Gemma 3 1B", "OLMo 3 7B"])
+def test_a_scaling_is_where_old_and_new_versions_read_it(tmp_path, name):
+  scaling = {"rope_type": "linear", "factor": 8.0}
+  settings = PRETRAINED[name][0] | {"rope_scaling": scaling}
+  model = test_hf_weights.described(tmp_path, settings)
+  written = hf_config.config_json(model)
+  assert written["rope_scaling"] == scaling
+  assert scaling.items() <= written["rope_parameters"]["full_attention"].items()
+  del written["rope_parameters"], written["rope_local_base_freq"]
+  assert model == test_hf_weights.described(
+    tmp_path, settings | {"rope_scaling": written["rope_scaling"]}
+  )
+
+
+def test_the_longrope_of_a_phi_is_written_as_old_versions_demand(tmp_path):
+  settings = PRETRAINED["Phi-4-mini"][0]
+  model = test_hf_weights.described(tmp_path, settings)
+  written = hf_config.config_json(model)
+  assert written["rope_scaling"] == settings["rope_scaling"]
+  assert written["max_position_embeddings"] == 131_072
+  scaling = settings["rope_scaling"] | {"attention_factor": 1.5}
+  other = test_hf_weights.described(
+    tmp_path, settings | {"rope_scaling": scaling}
+  )
+  written = hf_config.config_json(other)
+  assert written["rope_scaling"]["attention_factor"] == 1.5
+  assert other == test_hf_weights.described(
+    tmp_path, written | {"max_position_embeddings": 131_072}
+  )
+
+
+def test_a_part_of_a_head_comes_back_as_it_was(tmp_path):
+  settings = settings_of(
+    *("phi3", 50, 88 * 4, 2, 4, 4, 40), partial_rotary_factor=0.35
+  )
+  model = test_hf_weights.described(tmp_path, settings)
+  assert model.rotary_dim == 30
+  read = test_hf_weights.described(tmp_path, hf_config.config_json(model))
+  assert read == model
 
 
 def test_gemma_means_the_approximation_by_an_old_name(tmp_path):

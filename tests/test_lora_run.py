@@ -128,6 +128,16 @@ def test_a_directory_without_an_adapter_is_named(workdir, tmp_path):
     serve.add_adapters(policy, {"mine": tmp_path})
 
 
+def test_an_adapter_without_a_place_is_refused_before_anything_is_written(
+  workdir, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(peft_files, "why_no_places", lambda model: "no place")
+  stored = stored_policy.find(workdir)
+  with pytest.raises(sections.ConfigError, match="^adapter: no place"):
+    export.export_adapter(stored, tmp_path / "adapter")
+  assert not (tmp_path / "adapter").exists()
+
+
 def test_the_exported_run_is_the_one_that_is_loaded(workdir, tmp_path):
   stored = stored_policy.find(workdir)
   policy = serve.load(stored_policy.of_run(workdir))

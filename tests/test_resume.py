@@ -1,5 +1,6 @@
 """What a start goes on from, and what it refuses; without a run."""
 
+import dataclasses
 import json
 import shutil
 
@@ -12,6 +13,7 @@ from jaxrl_async import types
 from jaxrl_async.assembly import continued_settings
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
+from jaxrl_async.models import configs
 from jaxrl_async.replay import timing_start
 from jaxrl_async.run import resume
 from jaxrl_async.storage import checkpoint
@@ -83,8 +85,32 @@ def workdir(tmp_path):
 
 def find(workdir, config=None):
   notes = []
-  found = resume.find(config or sections.Config(), workdir, notes.append)
+  found = resume.find(
+    config or sections.Config(), configs.MODELS["tiny"], workdir, notes.append
+  )
   return found.step, notes
+
+
+def test_a_resume_keeps_its_rotary_embeddings(workdir):
+  scaling = configs.RopeScaling(
+    kind="longrope",
+    short_factors=(1.0,) * 4,
+    long_factors=(2.0,) * 4,
+    original_max_tokens=200,
+  )
+  model = dataclasses.replace(configs.MODELS["tiny"], rope_scaling=scaling)
+  stored = sections.Config().rollout.cache_tokens
+  for cache_tokens, is_same in ((stored, True), (200, True), (201, False)):
+    config = sections.Config()
+    config.rollout.cache_tokens = cache_tokens
+    own = model.within(cache_tokens)
+    if is_same:
+      assert resume.find(config, own, workdir, print).step
+      continue
+    with pytest.raises(
+      sections.ConfigError, match="^rollout.cache_tokens: .* 201 tokens, and"
+    ):
+      resume.find(config, own, workdir, print)
 
 
 def refusal(workdir, config=None):

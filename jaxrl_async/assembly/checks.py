@@ -57,7 +57,8 @@ def checked(
     scorer: the reward of the run; None is what the config names.
     note: is called with lines for the user, such as how programs are isolated.
     device_bytes: as in `setup.Setup`.
-    is_supervised: nothing will be scored, so that rewards are not checked.
+    is_supervised: nothing will be generated and scored, so that rewards are not
+      checked, and sequences are as long as rows.
 
   Raises:
     ConfigError: one line that names the field.
@@ -79,7 +80,11 @@ def checked(
     source = setup_lib.source_of(config)
   source.check()  # may import the library of the data set
   setup = setup_lib.resolve(
-    config, devices, source=source, device_bytes=device_bytes
+    config,
+    devices,
+    source=source,
+    device_bytes=device_bytes,
+    is_supervised=is_supervised,
   )
   algorithm_lib.check(config.algorithm)
   rate_schedules.check(config)

@@ -8,8 +8,10 @@ data. Each field of the config says which it is, and why (`config.setting`).
 import pathlib
 from typing import Any
 
+from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
+from jaxrl_async.models import configs
 from jaxrl_async.rewards import server as server_lib
 from jaxrl_async.storage import config_json
 from jaxrl_async.storage import workdir as workdir_lib
@@ -102,6 +104,39 @@ def check(
       " empty one, or the stored values"
     )
   return allowed
+
+
+def check_length(
+  model: configs.ModelConfig,
+  stored: sections.Config,
+  wanted: sections.Config,
+  workdir: pathlib.Path,
+  *,
+  is_supervised: bool,
+) -> None:
+  """Check that the longest sequence leaves the rotary embeddings as they were.
+
+  Args:
+    model: the architecture of this start.
+    stored: the config that the data was made with.
+    wanted: the config to continue with.
+    workdir: for the error message.
+    is_supervised: see `setup.longest_tokens`.
+
+  Raises:
+    ConfigError: `dynamic` or `longrope` would have other frequencies.
+  """
+  before, now = (
+    setup_lib.longest_tokens(config, model, is_supervised=is_supervised)
+    for config in (stored, wanted)
+  )
+  sections.require(
+    model.within(before) == model,
+    "train.tokens_per_row" if is_supervised else "rollout.cache_tokens",
+    f"sequences may have {now} tokens, and {before} when {workdir} was written;"
+    " the rotary embeddings of this model differ between the two, so use the"
+    " stored value, or an empty workdir",
+  )
 
 
 def check_file(wanted: sections.Config, workdir: pathlib.Path) -> list[str]:

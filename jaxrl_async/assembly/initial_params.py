@@ -115,7 +115,7 @@ def _check_pretrained(
   """Check the headers of weights, and that they are of the policy."""
   try:
     found = hf_weights.check(directory)
-    found = found.within(setup.config.rollout.cache_tokens)
+    found = found.within(setup.model.longest)
   except (FileNotFoundError, ValueError) as error:
     raise sections.ConfigError(f"{field}: {error}") from error
   for entry in dataclasses.fields(found):

@@ -171,6 +171,7 @@ def resolve(
   tokenizer: tokenizer_lib.Tokenizer | None = None,
   source: source_lib.Source | None = None,
   device_bytes: int | None = None,
+  is_supervised: bool = False,
 ) -> Setup:
   """Return the setup of a config; this reads files but compiles nothing.
 
@@ -181,6 +182,7 @@ def resolve(
     tokenizer: a tokenizer that a run has stored, used instead of the model's.
     source: the source of the prompts; None is the dataset of `task.dataset`.
     device_bytes: as in `Setup`.
+    is_supervised: the sequences are rows of examples, as in `longest_tokens`.
 
   Raises:
     ConfigError: one line that names the field.
@@ -188,7 +190,10 @@ def resolve(
   pretrained = _pretrained(config)
   if tokenizer is None:
     tokenizer = _load_tokenizer(config.model, pretrained)
-  model = _model_config(config, pretrained, tokenizer.vocab_size)
+  model = _model_config(
+    config, pretrained, tokenizer, is_supervised=is_supervised
+  )
+  tokenizer = tokenizer.within(model.vocab_size)
   train_mesh, rollout_mesh = _cut_devices(config, devices)
   return Setup(
     config=config,
@@ -229,7 +234,8 @@ def on_all_devices(
   if tensor < 1 or count % tensor:
     tensor = 1
   pretrained = _pretrained(config)
-  model = _model_config(config, pretrained, tokenizer.vocab_size)
+  model = _model_config(config, pretrained, tokenizer)
+  tokenizer = tokenizer.within(model.vocab_size)
   parts = count if model.model_dim % count == 0 else 1
   slots = config.rollout.num_slots
   rollout_shape = MeshShape(data=count // tensor, tensor=tensor)
@@ -370,8 +376,29 @@ def _load_tokenizer(
     raise sections.ConfigError(f"{field}: {error}") from error
 
 
+def longest_tokens(
+  config: sections.Config, model: configs.ModelConfig, *, is_supervised: bool
+) -> int:
+  """Return the length of the longest sequence that a model may see.
+
+  Args:
+    config: of the run, or of the supervised training.
+    model: its architecture.
+    is_supervised: examples may be as long as a row, if the model was made for
+      that many tokens. Otherwise the engine writes all sequences.
+  """
+  if not is_supervised:
+    return config.rollout.cache_tokens
+  row = config.train.tokens_per_row
+  return min(row, model.max_positions or row)
+
+
 def _model_config(
-  config: sections.Config, pretrained: pathlib.Path | None, vocab_size: int
+  config: sections.Config,
+  pretrained: pathlib.Path | None,
+  tokenizer: tokenizer_lib.Tokenizer,
+  *,
+  is_supervised: bool = False,
 ) -> configs.ModelConfig:
   """Return the architecture of the policy, with its adapters.
 
@@ -379,7 +406,7 @@ def _model_config(
     ConfigError: there is no model of that name, its files cannot be used, or
       sequences may become longer than it was made for.
   """
-  model = _base_config(config, pretrained, vocab_size)
+  model = _base_config(config, pretrained, tokenizer)
   longest, most = config.rollout.cache_tokens, model.max_positions
   sections.require(
     most is None or longest <= most,
@@ -388,7 +415,9 @@ def _model_config(
     f" {most} tokens (max_position_embeddings); use {most} or fewer, or allow"
     f" more by model.max_positions={longest}",
   )
-  model = model.within(longest)
+  model = model.within(
+    longest_tokens(config, model, is_supervised=is_supervised)
+  )
   return dataclasses.replace(model, lora=lora_lib.of_section(config.model.lora))
 
 
@@ -431,7 +460,9 @@ def _teacher_config(
 
 
 def _base_config(
-  config: sections.Config, pretrained: pathlib.Path | None, vocab_size: int
+  config: sections.Config,
+  pretrained: pathlib.Path | None,
+  tokenizer: tokenizer_lib.Tokenizer,
 ) -> configs.ModelConfig:
   """Return the architecture without adapters, with a sufficient vocabulary.
 
@@ -447,7 +478,7 @@ def _base_config(
   if name in configs.MODELS:
     model = configs.MODELS[name]
     return dataclasses.replace(
-      model, vocab_size=max(model.vocab_size, vocab_size)
+      model, vocab_size=max(model.vocab_size, tokenizer.vocab_size)
     )
   if pretrained is None:
     raise sections.ConfigError(
@@ -457,7 +488,7 @@ def _base_config(
     )
   try:
     model = hf_config.model_config(pretrained)
-    hf_config.check_vocabulary(pretrained, model, vocab_size)
+    hf_config.check_vocabulary(pretrained, model, tokenizer.num_needed)
   except (FileNotFoundError, ValueError) as error:
     raise sections.ConfigError(f"model.name: {error}") from error
   if config.model.max_positions:

@@ -92,7 +92,9 @@ class RopeScaling:
     amplitude: what cosines and sines are multiplied by.
     original_max_tokens: length of the context before the scaling.
     max_tokens: of dynamic and longrope: the longest sequence of a run, which
-      decides for all of its sequences. None is none beyond the original.
+      decides for all of its sequences. None is none beyond the original. Of
+      longrope all longer lengths are one more than the original, since they are
+      the same architecture.
   """
 
   kind: str = "llama3"
@@ -172,6 +174,8 @@ class ModelConfig:
     window_rope_theta: rotary base of the layers with a window, which is then
       not scaled. None is that of the other layers.
     embedding_scale: what embeddings are multiplied by.
+    has_rounded_embedding_scale: that number is rounded to the dtype of the
+      embeddings first, as in Gemma.
     residual_scale: what each half of a layer adds is multiplied by it.
     attention_scale: of the scores; None is 1 / sqrt(head_dim).
     logits_divisor: what logits are divided by.
@@ -209,6 +213,7 @@ class ModelConfig:
   has_rotary: tuple[bool, ...] = ()
   window_rope_theta: float | None = None
   embedding_scale: float = 1.0
+  has_rounded_embedding_scale: bool = False
   residual_scale: float = 1.0
   attention_scale: float | None = None
   logits_divisor: float = 1.0
@@ -285,15 +290,25 @@ class ModelConfig:
       return (self.num_heads, h), (self.num_kv_heads, h)
     return ((h,), (h,)) if self.has_qk_norm else ()
 
+  @property
+  def longest(self) -> int | None:
+    """A length for `within` that gives this architecture."""
+    return None if self.rope_scaling is None else self.rope_scaling.max_tokens
+
   def within(self, num_tokens: int | None) -> "ModelConfig":
     """Return the architecture for sequences of at most this length.
 
-    It differs only for rotary scalings that depend on the length. None is the
-    original context.
+    It differs only for rotary scalings that depend on the length. Results are
+    equal if they compute the same. None is the original context.
     """
     scaling = self.rope_scaling
     if scaling is None or scaling.kind not in ("dynamic", "longrope"):
       return self
+    context = scaling.original_max_tokens
+    if num_tokens is not None and num_tokens <= context:
+      num_tokens = None
+    elif num_tokens is not None and scaling.kind == "longrope":
+      num_tokens = context + 1
     scaling = dataclasses.replace(scaling, max_tokens=num_tokens)
     return dataclasses.replace(self, rope_scaling=scaling)
 

@@ -87,6 +87,9 @@ class Family:
     divides_heads: hidden_size has to be a multiple of the number of heads.
     activation: the entry with the activation of the gate.
     old_activations: names of it in old files, and what they mean.
+    has_short_longrope: longrope is written as older transformers require, with
+      its name as `type` and the two lists alone, wherever that says it all.
+    must_be_null: entries that transformers has, but does not apply.
     must_be_false: entries that this decoder does not implement.
     fused: matrices of a layer that are stored as one, by its name.
   """
@@ -106,6 +109,8 @@ class Family:
   divides_heads: bool = False
   activation: str = "hidden_act"
   old_activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  has_short_longrope: bool = False
+  must_be_null: tuple[str, ...] = ()
   must_be_false: tuple[str, ...] = ("mlp_bias", "attention_bias")
   fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
@@ -186,6 +191,11 @@ FAMILIES = {
     _GEMMA2,
     architecture="Gemma3ForCausalLM",
     has={**_GEMMA2.has, "has_qk_norm": True},
+    reads={
+      "attention_scale": _QUERY_SCALE,
+      "logits_soft_cap": Setting("final_logit_softcapping", is_optional=True),
+    },
+    must_be_null=("attn_logit_softcapping",),
     defaults={
       **_GEMMA2.defaults,
       "attn_logit_softcapping": None,
@@ -233,6 +243,7 @@ FAMILIES = {
     windows=Windows.EVERY,
     has_partial_rotary=True,
     scalings=("longrope",),
+    has_short_longrope=True,
     must_be_false=(),
     fused={
       "self_attn.qkv_proj": ("query", "key", "value"),

@@ -14,6 +14,7 @@ from typing import Any
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import families
+from jaxrl_async.models import hf_values
 from jaxrl_async.storage import model_files
 
 CONFIG_FILE = model_files.CONFIG
@@ -22,11 +23,8 @@ _CONTEXT = "original_max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Far beyond any model. The bounds refuse a file before anything of its size is
 # built or counted.
-_MAX_SIZE = 2**24
 _MAX_LAYERS = 2**12
 _MAX_PARAMS = 2**44
-# The range that float32 can compute with.
-_SMALLEST, _LARGEST = 1e-30, 1e30
 # Of each kind of scaling: its settings that are numbers, by the field that they
 # set. Those without a default are required.
 _SCALING_NUMBERS = {
@@ -93,7 +91,7 @@ def check_vocabulary(
   Args:
     directory: of both.
     model: its architecture.
-    num_tokens: size of the tokenizer's vocabulary.
+    num_tokens: the rows that the tokenizer needs (`Tokenizer.num_needed`).
 
   Raises:
     ValueError: the tokenizer has more tokens than the model, or far fewer.
@@ -116,11 +114,13 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
   family = families.FAMILIES[name]
   settings = _with_defaults(settings, family)
   _refuse_the_unknown(settings, family)
-  model_dim = _number(settings, "hidden_size", int)
-  num_layers = _number(settings, "num_hidden_layers", int, most=_MAX_LAYERS)
-  num_heads = _number(settings, "num_attention_heads", int)
-  head_dim = _number(settings, "head_dim", int, model_dim // num_heads)
-  num_kv_heads = _number(settings, "num_key_value_heads", int)
+  model_dim = hf_values.number(settings, "hidden_size", int)
+  num_layers = hf_values.number(
+    settings, "num_hidden_layers", int, most=_MAX_LAYERS
+  )
+  num_heads = hf_values.number(settings, "num_attention_heads", int)
+  head_dim = hf_values.number(settings, "head_dim", int, model_dim // num_heads)
+  num_kv_heads = hf_values.number(settings, "num_key_value_heads", int)
   if num_heads % num_kv_heads:
     raise ValueError(
       f"num_attention_heads {num_heads} is not a multiple of"
@@ -139,22 +139,23 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
   fields: dict[str, Any] = {
     field: None
     if settings[entry.name] is None
-    else entry.read(_number(settings, entry.name, float))
+    else entry.read(hf_values.number(settings, entry.name, float))
     for field, entry in family.reads.items()
   }
   if family.scales_embedding:
     fields["embedding_scale"] = math.sqrt(model_dim)
+    fields["has_rounded_embedding_scale"] = True
   model = configs.ModelConfig(
-    vocab_size=_number(settings, "vocab_size", int),
+    vocab_size=hf_values.number(settings, "vocab_size", int),
     model_dim=model_dim,
     num_layers=num_layers,
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
     head_dim=head_dim,
-    mlp_dim=_number(settings, "intermediate_size", int),
-    norm_eps=_number(settings, "rms_norm_eps", float, 1e-6),
+    mlp_dim=hf_values.number(settings, "intermediate_size", int),
+    norm_eps=hf_values.number(settings, "rms_norm_eps", float, 1e-6),
     activation=_activation(settings, family),
-    has_tied_head=_flag(settings, "tie_word_embeddings"),
+    has_tied_head=hf_values.flag(settings, "tie_word_embeddings"),
     sliding_windows=windows,
     has_rotary=_has_rotary(settings, family, windows, num_layers),
     max_positions=_max_positions(settings),
@@ -204,14 +205,20 @@ def _activation(settings: Mapping[str, Any], family: families.Family) -> str:
 def _max_positions(settings: Mapping[str, Any]) -> int | None:
   if settings.get(_MAX_POSITIONS) is None:
     return None
-  return _number(settings, _MAX_POSITIONS, int)
+  return hf_values.number(settings, _MAX_POSITIONS, int)
 
 
 def _refuse_the_unknown(
   settings: Mapping[str, Any], family: families.Family
 ) -> None:
+  for name in family.must_be_null:
+    if settings.get(name) is not None:
+      raise ValueError(
+        f"{name} is {sections.shown(settings[name])}, which transformers does"
+        " not apply in this family; leave it out"
+      )
   for name in family.must_be_false:
-    if _flag(settings, name):
+    if hf_values.flag(settings, name):
       raise ValueError(f"{name} is True; only False is supported")
   if settings.get("quantization_config") is not None:
     raise ValueError("quantization_config: quantized weights are not supported")
@@ -232,13 +239,13 @@ def _sliding_windows(
   window in the layers that layer_types names, or in all but every n-th.
   """
   chosen, most = families.Windows.CHOSEN, families.Windows.MOST
-  is_used = _flag(settings, "use_sliding_window")
+  is_used = hf_values.flag(settings, "use_sliding_window")
   if family.windows is not chosen:
     is_used = family.windows is not families.Windows.NONE
-  first = _number(settings, "max_window_layers", int, 28, least=0)
+  first = hf_values.number(settings, "max_window_layers", int, 28, least=0)
   window = None
   if is_used and settings.get("sliding_window") is not None:
-    window = _number(settings, "sliding_window", int)
+    window = hf_values.number(settings, "sliding_window", int)
   types = _layer_types(settings, num_layers)
   has_window = [window is not None] * num_layers
   if family.windows in (chosen, most):
@@ -249,7 +256,7 @@ def _sliding_windows(
     else:
       every = family.full_every
       if family.reads_full_every:
-        every = _number(settings, "sliding_window_pattern", int, every)
+        every = hf_values.number(settings, "sliding_window_pattern", int, every)
       # An EXAONE may do without, and then rotates all layers.
       may_have = window or family.rotated is not families.Rotated.WINDOWED
       has_window = [
@@ -285,7 +292,7 @@ def _has_rotary(
     if settings.get("sliding_window") is not None:
       found = [size is not None for size in windows] or [False] * num_layers
   elif family.rotated is families.Rotated.LISTED:
-    every = _number(settings, "no_rope_layer_interval", int)
+    every = hf_values.number(settings, "no_rope_layer_interval", int)
     listed = settings.get("no_rope_layers")
     if listed is None:
       listed = [int((i + 1) % every > 0) for i in range(num_layers)]
@@ -360,8 +367,17 @@ def _rope_fields(
         f"rope_parameters.{_SLIDING} is {sections.shown(dict(local))}; only"
         " rope_theta is supported"
       )
-    theta = _number(settings, "rope_local_base_freq", float)
-    theta = _number(local, "rope_theta", float, theta)
+    own, usual = settings.get("rope_theta"), family.defaults["rope_theta"]
+    follows = isinstance(family.defaults["rope_local_base_freq"], families.Same)
+    if follows and own not in (None, usual) and not local.get("rope_theta"):
+      raise ValueError(
+        f"rope_theta is {sections.shown(own)}, but rope_parameters.{_SLIDING}"
+        " has none; transformers 5 then takes"
+        f" {usual:g} for layers with a window, and older versions"
+        f" do not, so set rope_parameters.{_SLIDING}.rope_theta"
+      )
+    theta = hf_values.number(settings, "rope_local_base_freq", float)
+    theta = hf_values.number(local, "rope_theta", float, theta)
     if windows:
       fields["window_rope_theta"] = theta
   kind = rope.get("rope_type", rope.get("type", "default"))
@@ -380,7 +396,7 @@ def _rope_fields(
     raise ValueError(f"{where}.{name} is not supported")
   part = 1.0
   for place in (settings, rope):
-    part = _number(place, "partial_rotary_factor", float, part)
+    part = hf_values.number(place, "partial_rotary_factor", float, part)
   if part != 1.0:
     if not family.has_partial_rotary or not part < 1.0:
       raise ValueError("partial_rotary_factor: only whole heads are rotated")
@@ -390,8 +406,8 @@ def _rope_fields(
         f"partial_rotary_factor is {part}: of heads of {head_dim} that is"
         f" {fields['rotary_dim']}, which is not a number of pairs"
       )
-  theta = _number(settings, "rope_theta", float, 10_000.0)
-  fields["rope_theta"] = _number(rope, "rope_theta", float, theta)
+  theta = hf_values.number(settings, "rope_theta", float, 10_000.0)
+  fields["rope_theta"] = hf_values.number(rope, "rope_theta", float, theta)
   if kind != "default":
     pairs = fields.get("rotary_dim", head_dim) // 2
     try:
@@ -426,7 +442,7 @@ def _scaling(
     pairs: number of rotated pairs of a head.
   """
   fields: dict[str, Any] = {
-    field: _number(rope, name, float, _SCALING_DEFAULTS.get(name))
+    field: hf_values.number(rope, name, float, _SCALING_DEFAULTS.get(name))
     for name, field in _SCALING_NUMBERS[kind].items()
   }
   # As in transformers, the outer value takes precedence.
@@ -437,9 +453,9 @@ def _scaling(
   if kind == "linear":
     context = 1  # which says nothing
   elif source is None or kind == "dynamic":
-    context = _number(settings, _MAX_POSITIONS, int)
+    context = hf_values.number(settings, _MAX_POSITIONS, int)
   else:
-    context = _number(source, _CONTEXT, int)
+    context = hf_values.number(source, _CONTEXT, int)
   if kind == "longrope":
     for name, field in _FACTORS.items():
       values = rope.get(name)
@@ -447,18 +463,22 @@ def _scaling(
         raise ValueError(
           f"{name} is {sections.shown(values)}, not a list of {pairs} numbers"
         )
-      numbers = [_number({name: value}, name, float) for value in values]
+      numbers = [
+        hf_values.number({name: value}, name, float) for value in values
+      ]
       fields[field] = tuple(numbers)
-    factor = _number(settings, _MAX_POSITIONS, int, context) / context
-    fields["amplitude"] = _number(
+    factor = hf_values.number(settings, _MAX_POSITIONS, int, context) / context
+    fields["amplitude"] = hf_values.number(
       rope,
       "attention_factor",
       float,
-      _longrope_amplitude(_number(rope, "factor", float, factor), context),
+      _longrope_amplitude(
+        hf_values.number(rope, "factor", float, factor), context
+      ),
     )
   if kind == "yarn":
     fields["has_whole_bounds"] = rope.get("truncate", True) is not False
-    fields["amplitude"] = _number(
+    fields["amplitude"] = hf_values.number(
       rope, "attention_factor", float, _yarn_amplitude(rope, fields["factor"])
     )
   return configs.RopeScaling(kind=kind, original_max_tokens=context, **fields)
@@ -479,68 +499,19 @@ def _yarn_amplitude(rope: Mapping[str, Any], factor: float) -> float:
 
   if rope.get("mscale") and rope.get("mscale_all_dim"):
     over, under = (
-      of(_number(rope, name, float)) for name in ("mscale", "mscale_all_dim")
+      of(hf_values.number(rope, name, float))
+      for name in ("mscale", "mscale_all_dim")
     )
     return over / under
   return of(1.0)
-
-
-def _flag(settings: Mapping[str, Any], name: str) -> bool:
-  """Return a boolean setting; null and absent mean False."""
-  value = settings.get(name)
-  if not isinstance(value, bool | None):
-    raise ValueError(f"{name} is {sections.shown(value)}, not true or false")
-  return bool(value)
-
-
-def _number(
-  settings: Mapping[str, Any],
-  name: str,
-  kind: type,
-  default: Any = None,
-  *,
-  least: int = 1,
-  most: int = _MAX_SIZE,
-) -> Any:
-  """Return a positive number; null means absent.
-
-  Args:
-    settings: object that holds the number.
-    name: of the entry.
-    kind: int or float.
-    default: used if the entry is absent; None makes absence an error.
-    least: smallest allowed int.
-    most: largest allowed int.
-  """
-  value = settings.get(name)
-  value = default if value is None else value
-  if value is None:
-    raise ValueError(f"{name} is missing")
-  is_number = isinstance(value, int if kind is int else int | float)
-  smallest = least if kind is int else 0
-  # The comparison is False for NaN too.
-  if isinstance(value, bool) or not is_number or not value >= smallest:
-    raise ValueError(
-      f"{name} is {sections.shown(value)}, not a positive {kind.__name__}"
-    )
-  if kind is int:
-    if value > most:
-      raise ValueError(
-        f"{name} is {sections.shown(value)}; at most {most} is supported"
-      )
-  elif not _SMALLEST <= value <= _LARGEST:
-    raise ValueError(
-      f"{name} is {sections.shown(value)}, not a positive {kind.__name__}"
-      " that can be computed with"
-    )
-  return kind(value)
 
 
 def config_json(config: configs.ModelConfig) -> dict[str, Any]:
   """Return the settings of a model, which `model_config` can read.
 
   The rotary base and scaling are stored where every version of transformers
-  reads them.
+  reads them. There is one exception: older versions than 5 refuse a longrope of
+  Phi-3 whose amplitude does not follow from its lengths.
 
   Raises:
     ValueError: the format cannot describe this architecture.
@@ -558,14 +529,12 @@ def family_of(config: configs.ModelConfig) -> str:
       what differs.
   """
   config = dataclasses.replace(config.base, has_scalar_head=False)
-  scaling = config.rope_scaling
-  longest = None if scaling is None else scaling.max_tokens
   refusals: dict[str, list[str]] = {}
   for name in [config.family] if config.family else families.FAMILIES:
     try:
       described = _described(config, name)
       read = _model_config({_MAX_POSITIONS: config.max_positions} | described)
-      read = read.within(longest)
+      read = read.within(config.longest)
     except ValueError as error:
       refusals[name] = [str(error)]
       continue
@@ -615,33 +584,20 @@ def _rope_settings(
   config: configs.ModelConfig, family: families.Family
 ) -> dict[str, Any]:
   """Return the settings of the rotary embeddings except for the base."""
-  scaling = config.rope_scaling
-  found: dict[str, Any] = {}
-  described: dict[str, Any] | None = None
-  if scaling is not None:
-    described = {"rope_type": scaling.kind}
-    for name, field in _SCALING_NUMBERS[scaling.kind].items():
-      described[name] = getattr(scaling, field)
-    if scaling.kind == "longrope":
-      for name, field in _FACTORS.items():
-        described[name] = list(getattr(scaling, field))
-      found[_CONTEXT] = scaling.original_max_tokens
-    if scaling.kind in ("yarn", "longrope"):
-      described["attention_factor"] = scaling.amplitude
-    if not scaling.has_whole_bounds:
-      described["truncate"] = False
-    if scaling.kind == "dynamic":
-      found[_MAX_POSITIONS] = scaling.original_max_tokens
-    elif scaling.kind != "linear":
-      described[_CONTEXT] = scaling.original_max_tokens
+  described, found = _scaling_settings(config, family)
   if family.has_partial_rotary:
-    part = (config.rotary_dim or config.head_dim) / config.head_dim
-    found["partial_rotary_factor"] = part
+    rotated, whole = config.rotary_dim or config.head_dim, config.head_dim
+    part = rotated / whole
+    # What is read is rounded down.
+    found["partial_rotary_factor"] = (
+      part if int(whole * part) == rotated else (rotated + 0.5) / whole
+    )
   if family.rotated is families.Rotated.LISTED:
     rotates = config.has_rotary or (True,) * config.num_layers
     found["no_rope_layers"] = [int(x) for x in rotates]
+  found["rope_scaling"] = described
   if not family.has_local_rope:
-    return found | {"rope_scaling": described}
+    return found
   local = config.window_rope_theta or config.rope_theta
   theta = {"rope_theta": config.rope_theta}
   return found | {
@@ -651,6 +607,37 @@ def _rope_settings(
       _SLIDING: {"rope_type": "default", "rope_theta": local},
     },
   }
+
+
+def _scaling_settings(
+  config: configs.ModelConfig, family: families.Family
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+  """Return rope_scaling, and the settings outside of it that belong to it."""
+  scaling = config.rope_scaling
+  if scaling is None:
+    return None, {}
+  described: dict[str, Any] = {"rope_type": scaling.kind}
+  found: dict[str, Any] = {}
+  for name, field in _SCALING_NUMBERS[scaling.kind].items():
+    described[name] = getattr(scaling, field)
+  if scaling.kind == "longrope":
+    lists = {name: list(getattr(scaling, x)) for name, x in _FACTORS.items()}
+    described |= lists
+    context, longest = scaling.original_max_tokens, config.max_positions
+    found[_CONTEXT] = context
+    if family.has_short_longrope and longest is not None:
+      # The amplitude then follows from the two lengths.
+      if scaling.amplitude == _longrope_amplitude(longest / context, context):
+        return {"type": "longrope", **lists}, found | {_MAX_POSITIONS: longest}
+  if scaling.kind in ("yarn", "longrope"):
+    described["attention_factor"] = scaling.amplitude
+  if not scaling.has_whole_bounds:
+    described["truncate"] = False
+  if scaling.kind == "dynamic":
+    found[_MAX_POSITIONS] = scaling.original_max_tokens
+  elif scaling.kind != "linear":
+    described[_CONTEXT] = scaling.original_max_tokens
+  return described, found
 
 
 def _window_settings(

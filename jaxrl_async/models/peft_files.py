@@ -5,6 +5,7 @@ is guessed: whatever PEFT can do beyond plain LoRA is an error that names it.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import json
 import math
 import pathlib
@@ -201,24 +202,36 @@ def _lora(settings: Mapping[str, Any]) -> configs.Lora:
   )
 
 
+def why_no_places(model: configs.ModelConfig) -> str:
+  """Return why the format has no place for the adapters of a model, or "".
+
+  It has none for adapters of kernels that are stored together with others, as
+  in Phi-3: an adapter of PEFT is one for all of them, and ours are not.
+  """
+  family, lora = families.FAMILIES.get(model.family), model.lora
+  if family is None or lora is None:
+    return ""
+  for stored, parts in family.fused.items():
+    if both := [module for module in lora.modules if module in parts]:
+      name = stored.partition(".")[2]
+      return (
+        f"model.lora.modules has {both[0]}, which {model.family} stores in"
+        f" {name} with others; merge the adapter instead, or leave"
+        f" {', '.join(parts)} out"
+      )
+  return ""
+
+
 def _places(
   model: configs.ModelConfig, lora: configs.Lora
 ) -> dict[str, tuple[str, int, tuple[int, ...]]]:
   """Return leaf, layer and stored shape of each tensor, by its stored name.
 
   Raises:
-    ValueError: a kernel is stored together with others. An adapter of PEFT is
-      then one for all of them, and ours are not.
+    ValueError: one has no place, see `why_no_places`.
   """
-  family = families.FAMILIES.get(model.family)
-  for stored, parts in family.fused.items() if family else ():
-    if both := [module for module in lora.modules if module in parts]:
-      name = stored.partition(".")[2]
-      raise ValueError(
-        f"model.lora.modules has {both[0]}, which {model.family} stores in"
-        f" {name} with others; merge the adapter instead, or leave"
-        f" {', '.join(parts)} out"
-      )
+  if why := why_no_places(dataclasses.replace(model, lora=lora)):
+    raise ValueError(why)
   places = {}
   for module in lora.modules:
     kernel = model.kernel_shapes[module]
@@ -257,12 +270,13 @@ def write(
 
   Raises:
     FileExistsError: the directory already holds an adapter.
-    ValueError: the model has no adapters.
+    ValueError: the model has no adapters, or they have no place.
   """
   directory = pathlib.Path(directory)
   lora = model.lora
   if lora is None or lora.num_adapters:
     raise ValueError("model: it has no adapters of its own to write")
+  places = _places(model, lora)
   directory.mkdir(parents=True, exist_ok=True)
   if is_adapter(directory):
     raise FileExistsError(
@@ -274,7 +288,7 @@ def write(
   }
   tensors = {
     name: _as_stored(host[leaf][layer], shape)
-    for name, (leaf, layer, shape) in _places(model, lora).items()
+    for name, (leaf, layer, shape) in places.items()
   }
   safetensors_numpy.save_file(
     tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"}

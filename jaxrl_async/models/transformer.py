@@ -22,6 +22,7 @@ import jax
 from jax import ad_checkpoint
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
+import numpy as np
 
 from jaxrl_async.config import sections
 from jaxrl_async.devices import products
@@ -92,6 +93,13 @@ def rms_norm(
   if is_centred:
     scale = 1.0 + scale
   return (normed * scale).astype(x.dtype)
+
+
+def _scaled(x: Float[Array, "*B D"], scale: float) -> Float[Array, "*B D"]:
+  """Return x times a float32 number, rounded once to the dtype of x."""
+  if scale == 1.0:
+    return x
+  return (x.astype(jnp.float32) * jnp.float32(scale)).astype(x.dtype)
 
 
 def scalars(
@@ -227,8 +235,7 @@ class Block(nnx.Module):
     h = half(h)
     if f"{name}_post_norm" in norms:
       h = self._normed(h, getattr(self, f"{name}_post_norm")[...])
-    scale = self.config.residual_scale
-    return x + (h if scale == 1.0 else h * jnp.asarray(scale, h.dtype))
+    return x + _scaled(h, self.config.residual_scale)
 
   def _mixed(
     self,
@@ -365,7 +372,9 @@ class Decoder(nnx.Module):
     """Look up tokens; the gradient is summed in the dtype of the embedding."""
     embedded = products.rows(self.embedding[...], tokens).astype(dtype)
     scale = self.config.embedding_scale
-    return embedded if scale == 1.0 else embedded * jnp.asarray(scale, dtype)
+    if self.config.has_rounded_embedding_scale:
+      scale = float(np.asarray(scale, dtype))
+    return _scaled(embedded, scale)
 
   def hidden(
     self,

@@ -133,8 +133,8 @@ def export_adapter(
     The policy version and the number of parameters, by name.
 
   Raises:
-    ConfigError: the policy cannot be read, has no adapter, or the directory is
-      not empty.
+    ConfigError: the policy cannot be read, has no adapter, or has one that the
+      format has no place for; or the directory is not empty.
     StorageError: the directory cannot be written.
   """
   check_output(output)
@@ -150,6 +150,8 @@ def export_adapter(
     jax.devices("cpu")[:1],
     tokenizer=tokenizer,
   )
+  why = peft_files.why_no_places(setup.model)
+  sections.require(not why, "adapter", why)
   step, params = stored_policy.load(stored, setup)
   with disk.writing(output):
     peft_files.write(

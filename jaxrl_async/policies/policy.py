@@ -189,17 +189,10 @@ class Policy:
 
     An engine that is too small is replaced by one of at least twice its length.
     """
-    rollout, most = self._setup.config.rollout, self._setup.model.max_positions
-    if most is not None and num_tokens > most:
-      raise ValueError(
-        f"max_tokens: a prompt and its completion may have {num_tokens} tokens,"
-        f" but the model was made for {most}; use fewer, or set"
-        " model.max_positions"
-      )
+    self._check_length(num_tokens)
+    rollout = self._setup.config.rollout
     if self._engine is None or num_tokens > rollout.cache_tokens:
-      if num_tokens > rollout.cache_tokens:
-        size = 1 << (num_tokens - 1).bit_length()
-        engine_sizes.set_cache_tokens(rollout, size)
+      self._make_room(num_tokens)
       self._engine = self._engine_params = None  # before there are two
       engine_sizes.fit_slots(self._setup)
       self._engine, self._engine_params = assembly.engine_with(
@@ -211,6 +204,35 @@ class Policy:
     )
     scheduler.adopt(self._engine_params, self.version)
     return scheduler
+
+  def _check_length(self, num_tokens: int) -> None:
+    most = self._setup.model.max_positions
+    if most is not None and num_tokens > most:
+      raise ValueError(
+        f"max_tokens: a prompt and its completion may have {num_tokens} tokens,"
+        f" but the model was made for {most}; use fewer, or set"
+        " model.max_positions"
+      )
+
+  def _make_room(self, num_tokens: int) -> None:
+    """Let sequences have at least so many tokens, if they may not already.
+
+    A model whose rotary embeddings depend on the longest sequence is then
+    another one, in logprobs and the engine alike.
+    """
+    rollout = self._setup.config.rollout
+    if num_tokens <= rollout.cache_tokens:
+      return
+    size = 1 << (num_tokens - 1).bit_length()
+    scaling = self._setup.model.rope_scaling
+    if scaling is not None and num_tokens <= scaling.original_max_tokens:
+      size = min(size, scaling.original_max_tokens)
+    engine_sizes.set_cache_tokens(rollout, size)
+    model = self._setup.model.within(size)
+    if model != self._setup.model:
+      self._setup = dataclasses.replace(self._setup, model=model)
+      self._engine = self._engine_params = None
+      self._forwards.clear()
 
   # -- logprobs ---------------------------------------------------------------
 
@@ -238,6 +260,9 @@ class Policy:
     if not trajectories:
       return []
     longest = max(len(t.tokens) for t in trajectories)
+    if longest > self._setup.config.rollout.cache_tokens:
+      if self._setup.model.within(longest) != self._setup.model:
+        self._make_room(longest)
     width = max(_SMALLEST_ROW, 1 << (longest - 1).bit_length())
     forward, sharding, num_rows = self._forward(width, temperature)
     packed, segments = packing.pack(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_async.assembly import continued_settings
 from jaxrl_async.config import sections
+from jaxrl_async.models import configs
 from jaxrl_async.replay import timing_start
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import config_json
@@ -60,6 +61,7 @@ class Found(NamedTuple):
 
 def find(
   wanted: sections.Config,
+  model: configs.ModelConfig,
   workdir: pathlib.Path,
   note: Callable[[str], None],
 ) -> Found:
@@ -72,6 +74,7 @@ def find(
 
   Args:
     wanted: the config of this start.
+    model: the architecture of the policy.
     workdir: of the run.
     note: is called with messages about the settings that differ, and about
       checkpoints that cannot be used.
@@ -108,6 +111,9 @@ def find(
   then = continued_settings.stored_config(workdir, stored)
   differences = continued_settings.check(
     then, wanted, workdir, has_outstanding=bool(outstanding)
+  )
+  continued_settings.check_length(
+    model, then, wanted, workdir, is_supervised=False
   )
   _check_lengths(wanted, outstanding)
   metrics_bytes = stored["metrics"]["num_bytes"]

@@ -163,7 +163,9 @@ def _build(
   """
   started_s = time.perf_counter()
   config, shutdown = setup.config, session.shutdown
-  found = resume.find(config, session.workdir, session.progress.note)
+  found = resume.find(
+    config, setup.model, session.workdir, session.progress.note
+  )
   if found.is_new and given.initial_params is None:
     initial_params.check_is_there(setup)
   totals = found.totals()

@@ -140,7 +140,9 @@ class Scorer:
   def __init__(self, config: sections.Config, workdir: pathlib.Path):
     """Read the model."""
     continued_settings.check_file(config, workdir)
-    self.setup = _with_scalar_head(setup_lib.resolve(config, jax.devices()))
+    self.setup = _with_scalar_head(
+      setup_lib.resolve(config, jax.devices(), is_supervised=True)
+    )
     self._params, self.version = load(self.setup, workdir)
     self._passes = row_passes.RowPasses(
       self.setup.train_mesh,

@@ -4,8 +4,9 @@ It has a validation loss, an early stop, metrics and checkpoints, and writes
 
     WORKDIR/params/         the result: the parameters with the least validation
                             loss, or the last ones without a validation
-    WORKDIR/adapter/        with LoRA, the adapter of that result, if it is a
-                            policy. It is merged into WORKDIR/params
+    WORKDIR/adapter/        with LoRA, the adapter of that result, if PEFT's
+                            format has a place for it. It is merged into
+                            WORKDIR/params
     WORKDIR/fine_tuning/    what the same command continues from
     WORKDIR/metrics.jsonl   a line for each step, and TensorBoard's files
 
@@ -127,6 +128,8 @@ class FineTuning:
     self._rows_digest = ""
     stored = self._newest()
     continued_settings.check_file(setup.config, workdir)
+    if why := peft_files.why_no_places(setup.model):
+      progress.note(f"{workdir / ADAPTER} will not be written: {why}")
     self._is_new = stored is None
     if stored is None:
       sections.require(
@@ -250,7 +253,7 @@ class FineTuning:
     params, model = self._trainer.state.policy.params, self._setup.model
     if model.lora is not None:
       # PEFT has no place for a scalar head.
-      if not model.has_scalar_head:
+      if not (model.has_scalar_head or peft_files.why_no_places(model)):
         self._write_adapter(params)
       params = initial_params.placed(
         lora_lib.merged(params, model.lora), self._setup
@@ -327,6 +330,13 @@ class FineTuning:
     then = continued_settings.stored_config(self._workdir, stored)
     continued_settings.check(
       then, self._setup.config, self._workdir, has_outstanding=False
+    )
+    continued_settings.check_length(
+      self._setup.model,
+      then,
+      self._setup.config,
+      self._workdir,
+      is_supervised=True,
     )
     if self._recipe.needs_reference:
       dtype = self._setup.config.model.compute_dtype

@@ -48,7 +48,10 @@ class Tokenizer:
     eos_id: the token that ends a worked solution.
     pad_id: the token at unused positions.
     end_tokens: tokens each of which ends a sequence; `eos_id` comes first.
-    vocab_size: the largest id plus one.
+    vocab_size: the largest id plus one. Within a model, at most its rows.
+    num_needed: the rows that a model must have. Special tokens behind all
+      others may lie past them, such as the marks of images in a model of texts;
+      but not the ends and the padding.
     byte_tokens: the byte of each token that stands for one, as in Llama 2. A
       run of them becomes characters only as a whole. There are none in
       tokenizers all of whose tokens consist of bytes.
@@ -108,6 +111,8 @@ class Tokenizer:
       )
     self._special = re.compile("|".join(map(re.escape, sorted(special))))
     ordinary = vocabulary.keys() - special
+    needed = {*self.end_tokens, self.pad_id, *map(vocabulary.get, ordinary)}
+    self.num_needed = max(filter(None, needed), default=0) + 1
     # Bytes are written as single characters too, but make up any text.
     is_character_level = all(
       len(token) == 1 for token in ordinary
@@ -135,8 +140,8 @@ class Tokenizer:
     `encode_prompt`.
 
     Raises:
-      ValueError: a character is not in the alphabet, or is none of Unicode;
-        none is dropped silently.
+      ValueError: a character is not in the alphabet, or is none of Unicode, or
+        the model has no row for a token; none is dropped silently.
     """
     return self._encode(text, add_special_tokens=False)
 
@@ -170,7 +175,13 @@ class Tokenizer:
       (encoding,) = self._tokenizer.encode_batch_fast(
         [text], add_special_tokens=add_special_tokens
       )
-    return np.asarray(encoding.ids, np.int32)
+    ids = np.asarray(encoding.ids, np.int32)
+    if (beyond := ids[ids >= self.vocab_size]).size:
+      raise ValueError(
+        f"{sections.shown(self.name_of(int(beyond[0])))} is the token"
+        f" {beyond[0]}, and the model has {self.vocab_size}"
+      )
+    return ids
 
   def special_token_in(self, text: str) -> str | None:
     """Return the first special token that a text spells, or None."""
@@ -221,6 +232,17 @@ class Tokenizer:
       token = self._tokenizer.token_to_id(name)
       if token is not None and token not in self.end_tokens:
         made._is_shown[token] = True
+    return made
+
+  def within(self, num_rows: int) -> "Tokenizer":
+    """Return the same tokenizer for a model with so many rows.
+
+    A text with a token past them is refused.
+    """
+    if num_rows >= self.vocab_size:
+      return self
+    made = copy.copy(self)
+    made.vocab_size = num_rows
     return made
 
   def to_json(self) -> str:
