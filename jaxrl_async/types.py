@@ -326,6 +326,26 @@ def whole(branches: Sequence[Trajectory]) -> Trajectory:
   )
 
 
+# The part by which an episode says that it has cut the member's first branch,
+# its thought, and that the other branches are answers after the cuts.
+THOUGHT_TOKENS = "thought_tokens"
+
+
+def learned(branches: Sequence[Trajectory]) -> Sequence[Trajectory]:
+  """Return the branches of a member that are learned from.
+
+  These are all, or the first where the others only measure it.
+  """
+  if len(branches) > 1 and THOUGHT_TOKENS in branches[0].reward_parts():
+    return branches[:1]
+  return branches
+
+
+def completed(branches: Sequence[Trajectory]) -> Trajectory:
+  """Return what counts as the completion of a member: `learned`, `whole`."""
+  return whole(learned(branches))
+
+
 def shares(reward: Reward, branches: Sequence[Trajectory]) -> list[Reward]:
   """Return the reward of each branch of a member that has this reward.
 

@@ -16,10 +16,12 @@ import command_line  # isort: skip, first: it sets XLA's environment
 import contextlib
 import json
 import pathlib
+from typing import Any
 
 from absl import flags
 import checkpoint_config
 
+from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
@@ -58,6 +60,17 @@ _NUM_ITEMS = flags.DEFINE_integer(
 _CATEGORY = flags.DEFINE_string(
   "category", "", "Column of a row by which the results are divided."
 )
+_BUDGETS = flags.DEFINE_list(
+  "budgets",
+  [],
+  "Tokens after which thoughts are cut and an answer is forced, such as 8,16,32.",
+)
+_END = flags.DEFINE_string(
+  "end", "", "Text with which a thought ends, with --budgets."
+)
+_FORCED_SUFFIX = flags.DEFINE_string(
+  "forced_suffix", "", "Text before a forced answer; by default that of --end."
+)
 _OUTPUT = flags.DEFINE_string(
   "output", "", "Directory for the completions and the results."
 )
@@ -72,6 +85,28 @@ def _check() -> None:
   )
   directories.check_can_write("output", _OUTPUT.value)
   command_line.check_compile_cache()
+  _budgets()
+
+
+def _budgets() -> dict[str, Any]:
+  """Return the parameters of budgets that were given."""
+  sections.require(
+    bool(_BUDGETS.value) or not (_END.value or _FORCED_SUFFIX.value),
+    "budgets",
+    "missing beside --end or --forced_suffix; use for example --budgets=8,16",
+  )
+  if not _BUDGETS.value:
+    return {}
+  sections.require(
+    all(text.isdecimal() for text in _BUDGETS.value),
+    "budgets",
+    f"{','.join(_BUDGETS.value)} are not all numbers of tokens",
+  )
+  params: dict[str, Any] = {"budgets": tuple(map(int, _BUDGETS.value))}
+  texts = {"end": _END.value, "suffix": _FORCED_SUFFIX.value}
+  params |= {name: text for name, text in texts.items() if text}
+  budgets_lib.of(**{"end": "...", **params})
+  return params
 
 
 def _given(config: sections.Config) -> set[str]:
@@ -111,6 +146,7 @@ def main(config: sections.Config) -> None:
         num_items=_NUM_ITEMS.value,
         category=_CATEGORY.value,
         given=_given(config),
+        budgets=_budgets(),
       ),
       output,
       jax.devices(),

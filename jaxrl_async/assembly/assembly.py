@@ -11,6 +11,7 @@ import jax
 from jaxrl_async.assembly import algorithm as algorithm_lib
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
@@ -241,6 +242,7 @@ def make_scorers(
     ),
     answer_prefix=task.answer_prefix,
     tokenizer=tokenizer,
+    budgets=budgets_lib.of_task(task),
   )
 
 
@@ -316,7 +318,11 @@ def make_trainer(
       rows_per_microbatch=config.train.rows_per_microbatch,
       num_minibatches=config.algorithm.num_minibatches,
       min_microbatches=setup.max_microbatches,
-      advantages=algorithm_lib.advantages(config.algorithm),
+      advantages=algorithm_lib.advantages(
+        config.algorithm,
+        budgets=budgets_lib.of_task(config.task),
+        longest=config.rollout.max_completion_tokens,
+      ),
       fields=algorithm_lib.fields(config.algorithm),
       overlong_filter=config.algorithm.overlong_filter,
       num_epochs=config.algorithm.num_epochs,

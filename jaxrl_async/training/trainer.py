@@ -337,10 +337,13 @@ class Trainer:
   def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
     """Compute advantages, pack the groups and move them to the device."""
     settings = self.batch_settings
+    learned, advantages = packing.learned(groups, settings.advantages(groups))
     segments = self.plan(
-      packing.without_overlong(groups) if settings.overlong_filter else groups,
-      settings.advantages(groups),
-      settings.fields([t for g in groups for t in g.trajectories]),
+      packing.without_overlong(learned)
+      if settings.overlong_filter
+      else learned,
+      advantages,
+      settings.fields([t for g in learned for t in g.trajectories]),
     )
     self._tell_parts("batch", segments)
     return PreparedBatch(
