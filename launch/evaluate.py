@@ -63,7 +63,7 @@ _CATEGORY = flags.DEFINE_string(
 _BUDGETS = flags.DEFINE_list(
   "budgets",
   [],
-  "Tokens after which thoughts are cut and an answer is forced, such as 8,16,32.",
+  "Tokens after which thoughts are cut and answers are forced, such as 8,16.",
 )
 _END = flags.DEFINE_string(
   "end", "", "Text with which a thought ends, with --budgets."

@@ -10,15 +10,13 @@ the grid begins with 0 and ends with L_max.
 
 from collections.abc import Sequence
 
-from jaxtyping import Float
+from jaxtyping import Float, Real
 import numpy as np
 
-Grid = Sequence[int] | Sequence[float] | Float[np.ndarray, "L"]
+Grid = Sequence[int] | Sequence[float] | Real[np.ndarray, "L"]
 
 
-def weights(
-  budgets: Sequence[int], longest: int
-) -> Float[np.ndarray, "budgets+1"]:
+def weights(budgets: Sequence[int], longest: float) -> Float[np.ndarray, "_"]:
   r"""Return the weights of r_i in the mean of J over [0, L_max].
 
   c_i = (L_{i+1} - L_{i-1}) / 2,  c_{N+1} = (L_max - L_N) / 2
@@ -82,7 +80,7 @@ def quadrature_error(
   places, exact = _ascending(grid), mean(grid, curve)
   if places[0] != 0:
     raise ValueError(f"the grid begins with {places[0]:g} and not with 0")
-  longest = places[-1]
+  longest = float(places[-1])
   at = np.interp([*budgets, longest], places, curve)
   return float((weights(budgets, longest) @ at - exact) / exact)
 

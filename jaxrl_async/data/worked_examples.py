@@ -326,8 +326,8 @@ def _solution(
     and [type(text) for text in solution] == [str, str],
     "warm_start.solver",
     f"{warm_start.solver!r} returned {sections.shown(solution)} for"
-    f" {prompt.prompt_id}, not a text, and not a text that is shown and one that"
-    " is learned",
+    f" {prompt.prompt_id}, neither a text nor two texts, of which the first is"
+    " only shown",
   )
   return solution
 
