@@ -16,7 +16,9 @@ import numpy as np
 Grid = Sequence[int] | Sequence[float] | Real[np.ndarray, "L"]
 
 
-def weights(budgets: Sequence[int], longest: float) -> Float[np.ndarray, "_"]:
+def weights(
+  budgets: Sequence[int], longest: int | float
+) -> Float[np.ndarray, "_"]:
   r"""Return the weights of r_i in the mean of J over [0, L_max].
 
   c_i = (L_{i+1} - L_{i-1}) / 2,  c_{N+1} = (L_max - L_N) / 2
