@@ -16,7 +16,6 @@ import dataclasses
 import json
 import pathlib
 import time
-import types as types_lib
 from typing import Any, NamedTuple
 
 from ml_collections import config_dict
@@ -96,7 +95,7 @@ class Wanted:
   num_items: int = 0
   category: str = ""
   given: Collection[str] = ()
-  budgets: Mapping[str, Any] = types_lib.MappingProxyType({})
+  budgets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Plan(NamedTuple):

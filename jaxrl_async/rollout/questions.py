@@ -114,10 +114,12 @@ class Answer(NamedTuple):
 
   @property
   def completed(self) -> types.Trajectory:
-    """What counts as the completion; see `types.completed`."""
+    """What counts as the completion, with the reward; see `types.completed`."""
     if len(self.branches) < 2:
       return self.trajectory
-    return types.completed(self.branches)
+    return dataclasses.replace(
+      types.completed(self.branches), reward=self.trajectory.reward
+    )
 
   @property
   def name(self) -> str:
