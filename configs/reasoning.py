@@ -6,8 +6,8 @@ uv run launch/evaluate.py --checkpoint=/tmp/reasoning --output=/tmp/curve \
 
 The variants, after a colon, are the rewards that arXiv:2506.07104 compares:
 outcome (the default), length_penalty, fixed (a third of the tokens), and
-exponential, uniform and oracle, the budgets of thought that are scored. It
-takes a few minutes on two CPU cores; docs/algorithms.md has the equations.
+exponential, uniform and oracle, the budgets of thought that are scored
+(docs/algorithms.md). It is for two CPU cores; what it reaches is not measured.
 
 The worked solutions say some lines twice, have mistakes, and a quarter of them
 stop somewhere and answer at once. What is cut off like this is shown and not
@@ -27,7 +27,7 @@ CUT, MISTAKEN, REPEATED = 0.25, 0.08, 0.5  # shares of solutions, and of lines
 BUDGETS = {
   "exponential": budgets.exponential(4, LONGEST, 5),
   "uniform": budgets.uniform(LONGEST, 5),
-  # By `algorithms.budgets.greedy`, of the curve after the warm start.
+  # A guess; `algorithms.budgets.greedy` finds those of a curve that is known.
   "oracle": (16, 24, 32, 40, 64),
 }
 VARIANTS = "outcome", "length_penalty", "fixed", *BUDGETS

@@ -230,6 +230,22 @@ def test_each_answer_is_scored_once_as_a_completion_with_all_terms():
   assert fourth.score == 0.0 and fourth.parts["budget/5"] == 2.5
 
 
+def test_a_scorer_sees_the_thought_up_to_the_cut_and_the_forced_answer():
+  first, *forced = play("abcd=7", ["12", "7"])
+  # Without its last token it looks like one that a stop text has ended.
+  arrays = {x: getattr(first, x)[:-1] for x in types.TOKEN_ARRAYS}
+  for member in (first, dataclasses.replace(first, **arrays)):
+    whole = types.whole([member, *forced])
+    found = [
+      completion_lib.of_trajectory(x, TOKENIZER)
+      for x in cut_scores.answers(whole, BUDGETS, TOKENIZER)
+    ]
+    assert [x.text for x in found] == ["abcd=7", "a..=12", "abc..=7"]
+    assert [len(x.turns) for x in found] == [1, 1, 1]
+    reasons = [x.finish_reason for x in found]
+    assert reasons == [*map(types.FinishReason, ("eos", "length", "eos"))]
+
+
 def test_a_solved_completion_has_the_score_of_its_own_answer():
   (found,) = scored(group_of(play("abcd=7", ["1", "2"])), term(match.exact))
   assert found.score == 1.0 >= sections.TaskSection().solved_score

@@ -322,7 +322,6 @@ def prepare(
   )
   if wanted.budgets:
     _set_budgets(config, wanted.budgets)
-  forced_answers.check(config, tokenizer)
   assembly.episode_of(config.task)
   terms = reward_terms.of_task(config.task)
   reward_terms.try_out(terms)
@@ -332,6 +331,7 @@ def prepare(
   longest = max(len(prompt.tokens) for prompt in questions.prompts)
   _fit(stored, config, wanted.given, longest, is_cpu)
   config_checks.check(config)
+  forced_answers.check(config, tokenizer)
   made_from = {
     "weights": stored_policy.identity(stored, stored.step or 0),
     "step": stored.step,

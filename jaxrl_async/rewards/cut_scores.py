@@ -89,13 +89,9 @@ def reward(
       "error: a reward scores tokens, and the answers after budgets have scores"
       " of their own"
     )
-  last = member.num_completion_tokens - 1
-  ends = np.flatnonzero(
-    np.append(np.diff(member.loss_mask.astype(np.int8)) < 0, True)
-  )
-  written = np.cumsum(member.loss_mask)
-  places = [int(written[end]) - 1 for end in ends]
-  assert places[-1] == last and len(places) == len(found)
+  # The last token of each answer, among those that the policy wrote.
+  mask = np.append(member.loss_mask, False)
+  places = np.cumsum(mask)[:-1][mask[:-1] & ~mask[1:]] - 1
   scores = [one.score for one in forced]
   of_all = scores + [own.score] * (len(budgets.budgets) - len(forced))
   return dataclasses.replace(
@@ -105,5 +101,5 @@ def reward(
       **parts,
       **{part(x): r for x, r in zip(budgets.budgets, of_all, strict=True)},
     },
-    token_scores=dict(zip(places[1:], scores, strict=True)),
+    token_scores=dict(zip(places[1:].tolist(), scores, strict=True)),
   )

@@ -123,12 +123,8 @@ def learned(
 
   See `types.learned`.
   """
-  kept = [
-    keep
-    for group in groups
-    for branches in group.branches()
-    for keep in [len(types.learned(branches)) > i for i in range(len(branches))]
-  ]
+  members = [branches for group in groups for branches in group.branches()]
+  kept = [len(types.learned(x)) > i for x in members for i in range(len(x))]
   if all(kept):
     return groups, advantages
   found = [
