@@ -223,7 +223,7 @@ def _of_budgets(
 
   Those of a completion's own answer belong to the last part of its thought.
   Forced answers have the advantage 0, and are not trained
-  (`packing.without_measurements`).
+  (`packing.learned`).
   """
   weights = budget_curves.weights(budgets, longest)
   members = [branches for group in groups for branches in group.branches()]
