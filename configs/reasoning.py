@@ -16,7 +16,7 @@ learned, so that policies are able to answer early, but do not try to.
 
 from ml_collections import config_dict
 
-from jaxrl_async.config import budgets
+from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import sections
 
 # The name by which this file is imported.
@@ -25,9 +25,9 @@ LONGEST = 96  # tokens of a completion
 END = ">"
 CUT, MISTAKEN, REPEATED = 0.25, 0.08, 0.5  # shares of solutions, and of lines
 BUDGETS = {
-  "exponential": budgets.exponential(4, LONGEST, 5),
-  "uniform": budgets.uniform(LONGEST, 5),
-  # A guess; `algorithms.budgets.greedy` finds those of a curve that is known.
+  "exponential": budgets_lib.exponential(4, LONGEST, 5),
+  "uniform": budgets_lib.uniform(LONGEST, 5),
+  # A guess; `algorithms.budget_curves.greedy` finds those of a known curve.
   "oracle": (16, 24, 32, 40, 64),
 }
 VARIANTS = "outcome", "length_penalty", "fixed", *BUDGETS
@@ -76,7 +76,7 @@ def get_config(variant: str = "") -> sections.Config:
       reward=f"{HERE}:short" if variant == "length_penalty" else "exact",
       # Right in the most tokens still is.
       solved_score=0.5 if variant == "length_penalty" else 1.0,
-      episode=budgets.EPISODE if has_budgets else "",
+      episode=budgets_lib.EPISODE if has_budgets else "",
       episode_params=config_dict.ConfigDict(
         {"budgets": BUDGETS[variant], "end": END} if has_budgets else {}
       ),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.algorithms import advantages as advantages_lib
-from jaxrl_async.algorithms import budgets as curves
+from jaxrl_async.algorithms import budget_curves
 from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import sections
 
@@ -22,19 +22,21 @@ def test_exponential_and_uniform_budgets_are_those_of_the_paper():
 
 def test_weights_are_those_of_trapezoids_without_the_left_end():
   # By hand: (3 - 0) / 2, (7 - 1) / 2, (16 - 3) / 2, (16 - 7) / 2, over 16.
-  found = curves.weights((1, 3, 7), 16)
+  found = budget_curves.weights((1, 3, 7), 16)
   np.testing.assert_allclose(found * 16, [1.5, 3, 6.5, 4.5], rtol=1e-15)
   rng = np.random.default_rng(0)
   for _ in range(20):
     budgets = np.sort(rng.choice(np.arange(1, 99), 5, replace=False))
     values = rng.random(6)
-    found = curves.weights([int(x) for x in budgets], 100)
+    found = budget_curves.weights([int(x) for x in budgets], 100)
     at = np.array([0, *budgets, 100], np.float64)
     exact = np.trapezoid([0.0, *values], at) / 100
     np.testing.assert_allclose(found @ values, exact, rtol=1e-12)
     assert found.sum() == pytest.approx(1 - budgets[0] / 200)
   # The paper's, of 1K to 16K and 32K.
-  found = curves.weights(budgets_lib.exponential(1_024, 32_768, 5), 32_768)
+  found = budget_curves.weights(
+    budgets_lib.exponential(1_024, 32_768, 5), 32_768
+  )
   expected = [0.03125, 0.046875, 0.09375, 0.1875, 0.375, 0.25]
   np.testing.assert_allclose(found, expected, rtol=1e-12)
 
@@ -42,26 +44,28 @@ def test_weights_are_those_of_trapezoids_without_the_left_end():
 def test_gaps_of_curves_that_fall_in_between():
   grid = [0, 2, 6, 8]
   pool = np.array([[0.0, 0.6, 0.4, 0.8], [0.2, 0.5, 0.7, 0.6]])
-  best = curves.frontier(pool)
+  best = budget_curves.frontier(pool)
   assert best.tolist() == [0.2, 0.6, 0.7, 0.8]
   # Gaps 0.2, 0, 0.3, 0: areas 0.2 + 0.6 + 0.3 over a length of 8.
-  assert curves.gap_mean(grid, best, pool[0]) == pytest.approx(1.1 / 8)
-  assert curves.gap_sum(best, pool[0]) == pytest.approx(0.5)
-  assert curves.gap_mean(grid, best, best) == 0.0
-  assert curves.gap_mean(grid, pool[0], best) == pytest.approx(-1.1 / 8)
+  assert budget_curves.gap_mean(grid, best, pool[0]) == pytest.approx(1.1 / 8)
+  assert budget_curves.gap_sum(best, pool[0]) == pytest.approx(0.5)
+  assert budget_curves.gap_mean(grid, best, best) == 0.0
+  assert budget_curves.gap_mean(grid, pool[0], best) == pytest.approx(-1.1 / 8)
 
 
 def test_the_quadrature_is_exact_for_lines_through_zero_and_not_for_others():
   grid = np.arange(0, 65, 4)
-  assert curves.quadrature_error(grid, grid / 64, (8, 20)) == pytest.approx(0)
+  assert budget_curves.quadrature_error(
+    grid, grid / 64, (8, 20)
+  ) == pytest.approx(0)
   # A step after 4: the mean is (2 + 60) / 64, and the sum (4 + 28 + 28) / 64.
   step = np.array([0.0] + [1.0] * 16)
-  found = curves.quadrature_error(grid, step, (8,))
+  found = budget_curves.quadrature_error(grid, step, (8,))
   assert found == pytest.approx((32 + 28) / 62 - 1)
   with pytest.raises(ValueError, match="begins with 4"):
-    curves.quadrature_error(grid[1:], step[1:], (8,))
+    budget_curves.quadrature_error(grid[1:], step[1:], (8,))
   with pytest.raises(ValueError, match="ascending"):
-    curves.mean([0, 0, 1], np.zeros(3))
+    budget_curves.mean([0, 0, 1], np.zeros(3))
 
 
 def test_greedy_budgets_are_the_best_ones_one_by_one():
@@ -82,9 +86,9 @@ def test_greedy_budgets_are_the_best_ones_one_by_one():
             line[x] = curve[a] + part * (curve[b] - curve[a])
         errors[i] = np.trapezoid(np.abs(curve - line), grid)
     expected.append(min(errors, key=lambda i: errors[i]))
-  found = curves.greedy(grid, curve, 4)
+  found = budget_curves.greedy(grid, curve, 4)
   assert found == tuple(int(grid[i]) for i in expected)
-  assert curves.greedy([0, 5, 9], np.array([0.0, 1.0, 0.0]), 7) == (5,)
+  assert budget_curves.greedy([0, 5, 9], np.array([0.0, 1.0, 0.0]), 7) == (5,)
 
 
 def test_advantages_of_parts_are_returns_less_those_of_the_others():
@@ -100,7 +104,7 @@ def test_advantages_of_parts_are_returns_less_those_of_the_others():
     for i, budget in enumerate(budgets):
       if budget < length:
         row[i] = rng.normal()
-  weights = curves.weights(budgets, longest)
+  weights = budget_curves.weights(budgets, longest)
   found = advantages_lib.budget_advantages(
     scores, weights, group_ids, 3, scale=NONE
   )

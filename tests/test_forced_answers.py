@@ -12,7 +12,7 @@ import tokenizers
 
 from configs import reasoning
 from jaxrl_async import types
-from jaxrl_async.algorithms import budgets as curves
+from jaxrl_async.algorithms import budget_curves
 from jaxrl_async.assembly import algorithm as algorithm_lib
 from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import rules
@@ -298,7 +298,7 @@ def test_parts_of_thoughts_have_the_advantages_of_the_equation():
   group = running_group.scored(group, found)
   r = np.array([[0, 1, 0, 1], [1, 1, 1, 1], [0, 1, 0, 0]], np.float64)
   c = np.array([3, 4, 13, 11]) / 2 / 16
-  np.testing.assert_allclose(curves.weights((1, 3, 5), 16), c)
+  np.testing.assert_allclose(budget_curves.weights((1, 3, 5), 16), c)
   section = sections.AlgorithmSection(
     advantage="segment", advantage_scale=sections.AdvantageScale.NONE
   )

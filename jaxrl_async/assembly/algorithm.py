@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.algorithms import advantages as advantages_lib
-from jaxrl_async.algorithms import budgets as budget_curves
+from jaxrl_async.algorithms import budget_curves
 from jaxrl_async.algorithms import losses
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import algorithm_section
