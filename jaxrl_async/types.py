@@ -326,9 +326,12 @@ def whole(branches: Sequence[Trajectory]) -> Trajectory:
   )
 
 
-# The part by which an episode says that it has cut the member's first branch,
-# its thought, and that the other branches are answers after the cuts.
-THOUGHT_TOKENS = "thought_tokens"
+# The parts of rewards whose names begin so are those of the episode `budgets`.
+# No other episode can give one (`rollout.episode.Context`).
+BUDGET_PARTS = "budget/"
+# The part which says that the member's first branch has a thought that was cut,
+# and that the other branches are answers after the cuts.
+THOUGHT_TOKENS = f"{BUDGET_PARTS}thought_tokens"
 
 
 def learned(branches: Sequence[Trajectory]) -> Sequence[Trajectory]:

@@ -71,6 +71,13 @@ _END = flags.DEFINE_string(
 _FORCED_SUFFIX = flags.DEFINE_string(
   "forced_suffix", "", "Text before a forced answer; by default that of --end."
 )
+_FORCED_TOKENS = flags.DEFINE_integer(
+  "forced_tokens",
+  None,
+  "Most tokens of a forced answer; by default those of the policy's config, or"
+  f" {budgets_lib.MAX_TOKENS}.",
+  lower_bound=1,
+)
 _OUTPUT = flags.DEFINE_string(
   "output", "", "Directory for the completions and the results."
 )
@@ -85,15 +92,22 @@ def _check() -> None:
   )
   directories.check_can_write("output", _OUTPUT.value)
   command_line.check_compile_cache()
-  _budgets()
+  budgets_given()
 
 
-def _budgets() -> dict[str, Any]:
+def budgets_given() -> dict[str, Any]:
   """Return the parameters of budgets that were given."""
+  more = {
+    "end": _END.value,
+    "suffix": _FORCED_SUFFIX.value,
+    "max_tokens": _FORCED_TOKENS.value,
+  }
+  given = {name: value for name, value in more.items() if value}
   sections.require(
-    bool(_BUDGETS.value) or not (_END.value or _FORCED_SUFFIX.value),
+    bool(_BUDGETS.value) or not given,
     "budgets",
-    "missing beside --end or --forced_suffix; use for example --budgets=8,16",
+    "missing beside --end, --forced_suffix or --forced_tokens; use for example"
+    " --budgets=8,16",
   )
   if not _BUDGETS.value:
     return {}
@@ -103,8 +117,7 @@ def _budgets() -> dict[str, Any]:
     f"{','.join(_BUDGETS.value)} are not all numbers of tokens",
   )
   params: dict[str, Any] = {"budgets": tuple(map(int, _BUDGETS.value))}
-  texts = {"end": _END.value, "suffix": _FORCED_SUFFIX.value}
-  params |= {name: text for name, text in texts.items() if text}
+  params |= given
   budgets_lib.of(**{"end": "...", **params})
   return params
 
@@ -146,7 +159,7 @@ def main(config: sections.Config) -> None:
         num_items=_NUM_ITEMS.value,
         category=_CATEGORY.value,
         given=_given(config),
-        budgets=_budgets(),
+        budgets=budgets_given(),
       ),
       output,
       jax.devices(),

@@ -8,9 +8,6 @@ import pytest
 from jaxrl_async.algorithms import advantages as advantages_lib
 from jaxrl_async.algorithms import budget_curves
 from jaxrl_async.config import budgets as budgets_lib
-from jaxrl_async.config import sections
-
-NONE = sections.AdvantageScale.NONE
 
 
 def test_exponential_and_uniform_budgets_are_those_of_the_paper():
@@ -41,6 +38,18 @@ def test_weights_are_those_of_trapezoids_without_the_left_end():
   np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("budgets", [(5, 3), (3, 3), (-1, 3), (3, 16), (3, 17)])
+def test_weights_of_other_budgets_are_refused(budgets):
+  with pytest.raises(ValueError, match="are not ascending .* below 16"):
+    budget_curves.weights(budgets, 16)
+
+
+def test_a_first_budget_of_0_has_the_weight_of_the_left_end():
+  found = budget_curves.weights((0, 4), 16)
+  np.testing.assert_allclose(found * 16, [2, 8, 6], rtol=1e-15)
+  assert found.sum() == 1
+
+
 def test_gaps_of_curves_that_fall_in_between():
   grid = [0, 2, 6, 8]
   pool = np.array([[0.0, 0.6, 0.4, 0.8], [0.2, 0.5, 0.7, 0.6]])
@@ -62,6 +71,10 @@ def test_the_quadrature_is_exact_for_lines_through_zero_and_not_for_others():
   step = np.array([0.0] + [1.0] * 16)
   found = budget_curves.quadrature_error(grid, step, (8,))
   assert found == pytest.approx((32 + 28) / 62 - 1)
+  # The order in which `greedy` chose them is no other error.
+  assert budget_curves.quadrature_error(grid, step, (20, 4, 8)) == (
+    budget_curves.quadrature_error(grid, step, (4, 8, 20))
+  )
   with pytest.raises(ValueError, match="begins with 4"):
     budget_curves.quadrature_error(grid[1:], step[1:], (8,))
   with pytest.raises(ValueError, match="ascending"):
@@ -105,9 +118,7 @@ def test_advantages_of_parts_are_returns_less_those_of_the_others():
       if budget < length:
         row[i] = rng.normal()
   weights = budget_curves.weights(budgets, longest)
-  found = advantages_lib.budget_advantages(
-    scores, weights, group_ids, 3, scale=NONE
-  )
+  found = advantages_lib.budget_advantages(scores, weights, group_ids, 3)
   ends = [*budgets, longest]
   for me, length in enumerate(lengths):
     others = [i for i in np.flatnonzero(group_ids == group_ids[me]) if i != me]

@@ -43,7 +43,7 @@ def test_a_run_with_budgets_is_replayed_to_the_bit(tmp_path):
   for values in steps:
     assert 1 < values["completion/branches_mean"] <= 4
     assert values["completion/tokens_mean"] <= 16
-    assert values["reward/parts/thought_tokens"] <= 16
+    assert values["reward/parts/budget/thought_tokens"] <= 16
     assert 0 < values["reward/parts/budget/2"] < 1
     assert values["policy/grad_norm"] > 0
   assert {f"eval/held_out/parts/budget/{x}" for x in (2, 5, 9)} <= first.keys()
@@ -104,11 +104,11 @@ def test_an_evaluation_has_the_curve_and_counts_completions_alone(tmp_path):
   lengths = found["num_tokens"].to_numpy()
   assert lengths.max() <= 16
   assert all(
-    x["thought_tokens"] <= n for x, n in zip(parts, lengths, strict=True)
+    x["budget/thought_tokens"] <= n for x, n in zip(parts, lengths, strict=True)
   )
   values = results["results"]
   assert values["tokens_mean"]["mean"] == pytest.approx(lengths.mean())
-  for name in ("thought_tokens", "thought_truncated"):
+  for name in ("budget/thought_tokens", "budget/thought_truncated"):
     mean = np.mean([x[name] for x in parts])
     assert values[name]["mean"] == pytest.approx(mean)
   right = [np.mean([x[f"budget/{b}"] >= 1 for x in parts]) for b in (0, 2, 5)]

@@ -1,6 +1,7 @@
 """The episode budgets: cuts of thoughts, scores of answers, what is learned."""
 
 import dataclasses
+import json
 
 from ml_collections import config_dict
 import numpy as np
@@ -14,6 +15,8 @@ from configs import reasoning
 from jaxrl_async import types
 from jaxrl_async.algorithms import budget_curves
 from jaxrl_async.assembly import algorithm as algorithm_lib
+from jaxrl_async.assembly import assembly
+from jaxrl_async.buffer import ledger as ledger_lib
 from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import rules
 from jaxrl_async.config import sections
@@ -104,12 +107,12 @@ def served(group, *terms):
     service.close()
 
 
-def scored(group, *terms):
+def scored(group, *terms, budgets=BUDGETS):
   """The same without other processes."""
   scorers = reward_groups.scorers(*terms)
   found = []
   for member in group.of_members().trajectories:
-    made = completion_lib.pack(cut_scores.answers(member, BUDGETS, TOKENIZER))
+    made = completion_lib.pack(cut_scores.answers(member, budgets, TOKENIZER))
     attempts = [
       scoring.Attempt(term=i, item={"answer": "7"}, group=made)
       for i in range(len(terms))
@@ -118,7 +121,7 @@ def scored(group, *terms):
     rewards = of_terms[0]
     if all(isinstance(x, types.Reward) for x in rewards):
       rewards = term_lib.combined(terms, of_terms)
-    found.append(cut_scores.reward(member, rewards, BUDGETS))
+    found.append(cut_scores.reward(member, rewards, budgets))
   return found
 
 
@@ -138,24 +141,30 @@ def test_a_thought_is_cut_where_it_is_longer_than_a_budget():
   written = [TOKENIZER.decode(t.tokens[t.loss_mask]) for t in branches]
   assert written == ["abcd=7", "1", "7"]
   assert branches[0].reward_parts() == {
-    "thought_tokens": 4.0,
-    "thought_truncated": 0.0,
-    "completion_truncated": 0.0,
+    "budget/thought_tokens": 4.0,
+    "budget/thought_truncated": 0.0,
+    "budget/completion_truncated": 0.0,
   }
   # A budget that is the length of the thought cuts nothing.
   assert len(play("abc=7", ["1"])) == 2 and len(play("a=7", [])) == 1
-  assert play("=7", [])[0].reward_parts()["thought_tokens"] == 0.0
+  assert play("=7", [])[0].reward_parts()["budget/thought_tokens"] == 0.0
 
 
 def test_all_of_a_completion_without_an_end_is_thought():
   branches = play("abcdefghijklmnopqr", ["12", "7", "8"], ended=False)
   parts = branches[0].reward_parts()
-  assert parts["thought_tokens"] == 16.0 and parts["thought_truncated"] == 1.0
-  assert parts["completion_truncated"] == 1.0
+  assert (
+    parts["budget/thought_tokens"] == 16.0
+    and parts["budget/thought_truncated"] == 1.0
+  )
+  assert parts["budget/completion_truncated"] == 1.0
   branches = play("abcd", ["1", "7"])
   parts = branches[0].reward_parts()
-  assert parts["thought_tokens"] == 4.0 and parts["thought_truncated"] == 1.0
-  assert parts["completion_truncated"] == 0.0
+  assert (
+    parts["budget/thought_tokens"] == 4.0
+    and parts["budget/thought_truncated"] == 1.0
+  )
+  assert parts["budget/completion_truncated"] == 0.0
 
 
 def with_special_token(name):
@@ -214,9 +223,9 @@ def test_each_answer_is_scored_once_as_a_completion_with_all_terms():
   assert first.score == 2.5 and first.parts == {
     "right": 1.0,
     "ended": 1.0,
-    "thought_tokens": 6.0,
-    "thought_truncated": 0.0,
-    "completion_truncated": 0.0,
+    "budget/thought_tokens": 6.0,
+    "budget/thought_truncated": 0.0,
+    "budget/completion_truncated": 0.0,
     "budget/1": 0.0,
     "budget/3": 2.5,
     "budget/5": 0.5,
@@ -249,12 +258,6 @@ def test_a_scorer_sees_the_thought_up_to_the_cut_and_the_forced_answer():
 def test_a_solved_completion_has_the_score_of_its_own_answer():
   (found,) = scored(group_of(play("abcd=7", ["1", "2"])), term(match.exact))
   assert found.score == 1.0 >= sections.TaskSection().solved_score
-
-
-def fails_on_two(item, completion):
-  if completion.answer == "2":
-    raise ValueError("two")
-  return float(completion.answer == item["answer"])
 
 
 def test_an_answer_that_cannot_be_scored_costs_its_member():
@@ -329,7 +332,7 @@ def test_parts_of_thoughts_have_the_advantages_of_the_equation():
   metrics = step_metrics.of_groups([group], 4)
   assert metrics["completion/tokens_mean"] == np.mean([9, 5, 7])
   assert metrics["completion/frac_truncated"] == 0.0
-  assert metrics["reward/parts/thought_tokens"] == 4.0
+  assert metrics["reward/parts/budget/thought_tokens"] == 4.0
   assert metrics["reward/parts/budget/3"] == 1.0
   assert metrics["reward/mean"] == pytest.approx(2 / 3)
   assert step_metrics.pass_at_k([group], 1.0)["reward/pass@1"] == (
@@ -337,11 +340,70 @@ def test_parts_of_thoughts_have_the_advantages_of_the_equation():
   )
 
 
+@pytest.mark.parametrize(
+  ("budgets", "members", "is_empty"),
+  [
+    # The answers of short thoughts are those of their completions.
+    ((1, 3, 5), [("abcdef=7", "777"), ("a=7", "")], True),
+    ((1, 3, 5), [("abcdef=1", "177"), ("abcd=1", "17")], False),
+    ((1, 3, 5), [("abcdef=1", "177"), ("abcdef=1", "177")], True),
+    ((1, 3, 5), [("abcdef=7", "177"), ("abcd=7", "77")], False),
+    ((1, 3, 5), [("abcdef=7", "771"), ("a=7", "")], False),
+    ((1, 3, 5), [("a=7", ""), ("ab=1", "7")], False),
+    # Nothing stands before a cut at 0, unless it is the whole completion.
+    ((0, 3), [("abcdef=7", "17"), ("abcdef=7", "77")], True),
+    ((0, 3), [("abcdef=7", "71"), ("abcdef=7", "77")], False),
+    ((0, 3), [("abcdef=7", "17"), ("=7", "")], False),
+    ((0, 3), [("abcdef=7", "77"), ("=7", "")], True),
+  ],
+)
+def test_a_group_is_filtered_if_its_budgets_teach_nothing(
+  budgets, members, is_empty
+):
+  asked = dataclasses.replace(BUDGETS, budgets=budgets)
+  group = group_of(*(play(a, b, budgets=budgets) for a, b in members))
+  found = scored(group, term(match.exact), budgets=asked)
+  assert cut_scores.teach_nothing(found, budgets) == is_empty
+  section = sections.AlgorithmSection(
+    advantage="segment", advantage_scale=sections.AdvantageScale.NONE
+  )
+  make = algorithm_lib.advantages(section, budgets=asked, longest=16)
+  made = make([running_group.scored(group, found)])
+  assert is_empty == (not any(x.any() for x in made))
+
+
+def test_the_rollout_side_is_told_the_budgets():
+  made = assembly.coordinator_settings(config_of(), has_own_loss=False)
+  assert made.budgets == (2, 4, 8)
+  made = assembly.coordinator_settings(sections.Config(), has_own_loss=False)
+  assert made.budgets == ()
+
+
+def test_the_ledger_has_the_finish_reason_of_the_completion(tmp_path):
+  group = group_of(
+    play("abcdef=7", ["12", "7", "12"]),
+    play("abcdefghijklmnopqr", ["7", "7", "7"], ended=False),
+  )
+  group.trajectories[0].reward = types.Reward(score=1.0)
+  ledger = ledger_lib.Ledger(tmp_path / "ledger", ledger_lib.LedgerState())
+  ledger.add_filtered(group)
+  ledger.close()
+  line = json.loads((tmp_path / "ledger").read_text())
+  assert line["finish_reasons"] == ["eos", "length"]
+  # All that was written counts.
+  assert line["num_completion_tokens"] == [9 + 2 + 2 + 2, 16 + 3 * 2]
+
+
 # -- settings ----------------------------------------------------------------
 
 
 def config_of(**params):
-  config = test_run.make_config(algorithm={"advantage": "segment"})
+  config = test_run.make_config(
+    algorithm={
+      "advantage": "segment",
+      "advantage_scale": sections.AdvantageScale.NONE,
+    }
+  )
   config.task.episode = "budgets"
   asked = {"budgets": (2, 4, 8), "end": "=", "max_tokens": 3} | params
   given = {k: v for k, v in asked.items() if v is not None}
@@ -383,6 +445,12 @@ def test_settings_that_do_not_go_with_budgets_are_refused():
   config.algorithm.advantage = "group"
   with pytest.raises(sections.ConfigError, match="'group' .* use segment"):
     rules.check(config)
+  for scale in (sections.AdvantageScale.STD, sections.AdvantageScale.BATCH_STD):
+    config = config_of()
+    config.algorithm.advantage_scale = scale
+    words = rf"^algorithm.advantage_scale: {scale.value} .*task.episode.* none$"
+    with pytest.raises(sections.ConfigError, match=words):
+      rules.check(config)
 
 
 @pytest.mark.parametrize(

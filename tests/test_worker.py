@@ -11,6 +11,7 @@ import tiny
 import worker_world
 
 from jaxrl_async import types
+from jaxrl_async.rewards import cut_scores
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
 from jaxrl_async.rollout import rollout_side
@@ -420,6 +421,29 @@ def test_a_group_whose_tokens_are_scored_teaches_something(make_world):
 
   settings = {"filter_zero_std": True, "reads_token_scores": True}
   world = make_world(rewards=tiny.Rewards(score), **settings)
+  world.run_until(worker_world.finished(3))
+  assert {line["index"] % 2 for line in world.lines()} == {1}
+  assert {g.index % 2 for g in world.buffer.state().finished} == {0}
+  worker_world.check_balance(world)
+
+
+def test_equal_scores_of_answers_after_budgets_teach_nothing(make_world):
+  def score(item, completions):
+    flat = item["number"] % 2
+    return [
+      types.Reward(
+        score=0.5,
+        parts={
+          types.THOUGHT_TOKENS: 9.0,
+          cut_scores.part(2): 0.0 if flat else float(i),
+        },
+        token_scores={0: 0.0},
+      )
+      for i in range(len(completions))
+    ]
+
+  settings = {"filter_zero_std": True, "reads_token_scores": True}
+  world = make_world(rewards=tiny.Rewards(score), budgets=(2,), **settings)
   world.run_until(worker_world.finished(3))
   assert {line["index"] % 2 for line in world.lines()} == {1}
   assert {g.index % 2 for g in world.buffer.state().finished} == {0}

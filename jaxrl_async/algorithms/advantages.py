@@ -176,8 +176,6 @@ def budget_advantages(
   weights: Float[np.ndarray, "budgets"],
   group_ids: Int[np.ndarray, "trajectories"],
   num_groups: int,
-  *,
-  scale: sections.AdvantageScale,
 ) -> Float[np.ndarray, "trajectories budgets"]:
   r"""Return the advantage of each part of a thought between two budgets.
 
@@ -186,12 +184,13 @@ def budget_advantages(
   return is what is weighed from there on (REO-RL, arXiv:2506.07104):
 
     R_j = sum of c_i r_i over i >= j
-    A_j = (R_j - mean of the others' R_j) / (s_j + 1e-6)
+    A_j = R_j - mean of the others' R_j
 
   The mean is over all other trajectories of the group, also those that ended
   before: their r_i is the score of their own answer. It is the baseline
-  "leave_one_out" of `relative_advantages` for each part, and `scale` is its
-  scale.
+  "leave_one_out" of `relative_advantages` for each part. Nothing is divided by
+  a deviation: one of each part would undo the weights, and one of the batch
+  would count parts that have no token.
 
   Args:
     scores: r_i, with a column for each budget and a last one for no cut.
@@ -206,7 +205,7 @@ def budget_advantages(
     mates.ravel(),
     num_groups * num_parts,
     baseline="leave_one_out",
-    scale=scale,
+    scale=sections.AdvantageScale.NONE,
   ).reshape(scores.shape)
 
 

@@ -28,9 +28,18 @@ def weights(
   out, so that the sum is 1 - L_1 / (2 L_max).
 
   Args:
-    budgets: L_1 to L_N, ascending and less than L_max.
+    budgets: L_1 to L_N, ascending and less than L_max; L_1 may be 0.
     longest: L_max.
+
+  Raises:
+    ValueError: the budgets are others.
   """
+  between = np.array([-1, *budgets, longest], np.float64)
+  if not (np.diff(between) > 0).all():
+    raise ValueError(
+      f"{tuple(budgets)} are not ascending budgets from 0 on and below"
+      f" {longest:g}"
+    )
   ends = np.array([0, *budgets, longest, longest], np.float64)
   return (ends[2:] - ends[:-2]) / 2 / longest
 
@@ -77,12 +86,14 @@ def quadrature_error(
   """Return how far the weighted sum of J(L_i) is from the mean of J, over it.
 
   The sum is over the budgets and the grid's last point, with `weights`; between
-  points of the grid the curve is a line. The grid begins with 0.
+  points of the grid the curve is a line. The grid begins with 0. The budgets
+  may be in any order, such as that in which `greedy` chose them.
   """
   places, exact = _ascending(grid), mean(grid, curve)
   if places[0] != 0:
     raise ValueError(f"the grid begins with {places[0]:g} and not with 0")
   longest = float(places[-1])
+  budgets = sorted(budgets)
   at = np.interp([*budgets, longest], places, curve)
   return float((weights(budgets, longest) @ at - exact) / exact)
 

@@ -176,7 +176,7 @@ def advantages(
 
   def of_groups(groups: Sequence[types.RolloutGroup]) -> packing.Advantages:
     if budgets is not None:
-      return _of_budgets(groups, budgets.budgets, longest, section, scale)
+      return _of_budgets(groups, budgets.budgets, longest, section)
     made = of_members([group.of_members() for group in groups])
     return _of_branches(made, groups)
 
@@ -217,7 +217,6 @@ def _of_budgets(
   budgets: Sequence[int],
   longest: int,
   section: sections.AlgorithmSection,
-  scale: sections.AdvantageScale,
 ) -> packing.Advantages:
   """Return the advantages of all tokens of thoughts that were cut.
 
@@ -238,7 +237,6 @@ def _of_budgets(
     weights,
     np.repeat(np.arange(len(groups)), [len(g.branches()) for g in groups]),
     len(groups),
-    scale=scale,
   )
   found = []
   for of_parts, (first, *forced) in zip(made, members, strict=True):

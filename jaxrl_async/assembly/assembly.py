@@ -139,6 +139,7 @@ def coordinator_settings(
     config: a validated config.
     has_own_loss: whether a script has passed a loss, which may read everything.
   """
+  budgets = budgets_lib.of_task(config.task)
   return coordinator_settings_lib.CoordinatorSettings(
     group_size=config.algorithm.group_size,
     max_completion_tokens=config.rollout.max_completion_tokens,
@@ -152,6 +153,7 @@ def coordinator_settings(
     or max(_MIN_FILTERED, _FILTERED_BATCHES * config.algorithm.groups_per_step),
     num_slots=config.rollout.num_slots,
     max_group_s=config.rollout.max_group_seconds,
+    budgets=() if budgets is None else budgets.budgets,
     stop=config.rollout.stop,
     stop_token_ids=config.rollout.stop_token_ids,
   )

@@ -21,6 +21,7 @@ from jaxrl_async.config import sections
 EPISODE = "budgets"
 PATH = "task.episode_params"
 MAX_BUDGETS = 32  # half of the branches that a member may have
+MAX_TOKENS = 8  # of a forced answer, where nothing else is said
 _NAMES = "budgets", "end", "suffix", "max_tokens"
 
 
@@ -76,7 +77,10 @@ def of_task(task: sections.TaskSection) -> Budgets | None:
 
 
 def of(
-  budgets: Sequence[int], end: str, suffix: str = "", max_tokens: int = 8
+  budgets: Sequence[int],
+  end: str,
+  suffix: str = "",
+  max_tokens: int = MAX_TOKENS,
 ) -> Budgets:
   """Check parameters and return them; without a suffix it is the end.
 

@@ -231,6 +231,13 @@ def _episode(config: sections.Config) -> Iterator[Rule]:
     f"{sections.shown(config.algorithm.advantage)} does not compare the parts"
     " of thoughts that the episode budgets (task.episode) cuts; use segment",
   )
+  scale = config.algorithm.advantage_scale
+  yield (
+    scale is sections.AdvantageScale.NONE,
+    "algorithm.advantage_scale",
+    f"{scale.value} would divide by deviations what the episode budgets"
+    " (task.episode) gives a weight for each part of a thought; use none",
+  )
 
 
 def _rewards(config: sections.Config) -> Iterator[Rule]:

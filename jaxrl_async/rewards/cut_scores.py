@@ -17,16 +17,15 @@ from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.rewards import scoring
 from jaxrl_async.text import tokenizer as tokenizer_lib
 
-THOUGHT_TRUNCATED = "thought_truncated"
-COMPLETION_TRUNCATED = "completion_truncated"
-_PART = "budget/"  # of a reward, and the budget after it
+THOUGHT_TRUNCATED = f"{types.BUDGET_PARTS}thought_truncated"
+COMPLETION_TRUNCATED = f"{types.BUDGET_PARTS}completion_truncated"
 
 Found = types.Reward | scoring.RewardFailure
 
 
 def part(budget: int) -> str:
   """Return the name of the part with the score at a budget."""
-  return f"{_PART}{budget}"
+  return f"{types.BUDGET_PARTS}{budget}"
 
 
 def answers(
@@ -103,3 +102,25 @@ def reward(
     },
     token_scores=dict(zip(places[1:].tolist(), scores, strict=True)),
   )
+
+
+def teach_nothing(
+  rewards: Sequence[types.Reward], budgets: Sequence[int]
+) -> bool:
+  """Return whether a group with these rewards gives nothing to learn.
+
+  That is so if the members have the same scores: of their completions, and of
+  their answers after each budget. The answer after 0 tokens of a thought has no
+  token before it to teach. Its score counts only if the thought of some member
+  is empty, because that member's completion is this answer.
+
+  Args:
+    rewards: of the members, as `reward` returns them.
+    budgets: where their thoughts were cut, in tokens.
+  """
+  has_empty = not all(r.parts.get(types.THOUGHT_TOKENS) for r in rewards)
+  names = [part(x) for x in budgets if x or has_empty]
+  scores = {
+    (r.score, *(r.parts.get(name, r.score) for name in names)) for r in rewards
+  }
+  return len(scores) == 1

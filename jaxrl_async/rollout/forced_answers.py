@@ -31,7 +31,7 @@ def answer_after_cuts(
   budgets: Sequence[int],
   end: str,
   suffix: str = "",
-  max_tokens: int = 8,
+  max_tokens: int = budgets_lib.MAX_TOKENS,
 ) -> episode_lib.Turns:
   """Yield the prompt, and what is left of the thought after each cut.
 
@@ -48,7 +48,7 @@ def answer_after_cuts(
     cut_scores.THOUGHT_TRUNCATED: float(is_cut_off),
     cut_scores.COMPLETION_TRUNCATED: float(is_full),
   }
-  context.reward(0.0, parts=parts)
+  context.cut(parts)
   forced = context.tokenizer.encode(asked.suffix)
   for budget in asked.budgets:
     if budget < length:
