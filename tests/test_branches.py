@@ -407,7 +407,7 @@ def test_branches_are_learned_whatever_parts_their_episode_gives(make_world):
   def episode(prompt, context):
     for number in range(3):
       yield episode_lib.Anew(prompt.tokens) if number else prompt.tokens
-      context.reward(1.0, parts={"thought_tokens": 120})
+      context.reward(1.0, parts={"thought_tokens": 120.0})
 
   for group in finished(make_world(episode=episode), 2):
     for branches in group.branches():
