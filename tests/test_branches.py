@@ -403,18 +403,6 @@ def test_turns_are_compared_over_branches():
   ]
 
 
-def test_branches_are_learned_whatever_parts_their_episode_gives(make_world):
-  def episode(prompt, context):
-    for number in range(3):
-      yield episode_lib.Anew(prompt.tokens) if number else prompt.tokens
-      context.reward(1.0, parts={"thought_tokens": 120.0})
-
-  for group in finished(make_world(episode=episode), 2):
-    for branches in group.branches():
-      assert branches[0].reward_parts() == {"thought_tokens": 360}
-      assert len(branches) == 3 and types.learned(branches) == branches
-
-
 def test_metrics_and_samples_are_of_members():
   group = branched([[("a", "b")] * 4, [("a", "bcd")]], scores=[1.0, 0.0])
   found = step_metrics.of_groups([group], 1)
