@@ -346,6 +346,29 @@ def whole(branches: Sequence[Trajectory]) -> Trajectory:
   )
 
 
+# The parts of rewards whose names begin so are those of the episode `budgets`.
+# No other episode can give one (`rollout.episode.Context`).
+BUDGET_PARTS = "budget/"
+# The part which says that the member's first branch has a thought that was cut,
+# and that the other branches are answers after the cuts.
+THOUGHT_TOKENS = f"{BUDGET_PARTS}thought_tokens"
+
+
+def learned(branches: Sequence[Trajectory]) -> Sequence[Trajectory]:
+  """Return the branches of a member that are learned from.
+
+  These are all, or the first where the others only measure it.
+  """
+  if len(branches) > 1 and THOUGHT_TOKENS in branches[0].reward_parts():
+    return branches[:1]
+  return branches
+
+
+def completed(branches: Sequence[Trajectory]) -> Trajectory:
+  """Return what counts as the completion of a member: `learned`, `whole`."""
+  return whole(learned(branches))
+
+
 def shares(reward: Reward, branches: Sequence[Trajectory]) -> list[Reward]:
   """Return the reward of each branch of a member that has this reward.
 

@@ -16,10 +16,12 @@ import command_line  # isort: skip, first: it sets XLA's environment
 import contextlib
 import json
 import pathlib
+from typing import Any
 
 from absl import flags
 import checkpoint_config
 
+from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
@@ -58,6 +60,24 @@ _NUM_ITEMS = flags.DEFINE_integer(
 _CATEGORY = flags.DEFINE_string(
   "category", "", "Column of a row by which the results are divided."
 )
+_BUDGETS = flags.DEFINE_list(
+  "budgets",
+  [],
+  "Tokens after which thoughts are cut and answers are forced, such as 8,16.",
+)
+_END = flags.DEFINE_string(
+  "end", "", "Text with which a thought ends, with --budgets."
+)
+_FORCED_SUFFIX = flags.DEFINE_string(
+  "forced_suffix", "", "Text before a forced answer; by default that of --end."
+)
+_FORCED_TOKENS = flags.DEFINE_integer(
+  "forced_tokens",
+  None,
+  "Most tokens of a forced answer; by default those of the policy's config, or"
+  f" {budgets_lib.MAX_TOKENS}.",
+  lower_bound=1,
+)
 _OUTPUT = flags.DEFINE_string(
   "output", "", "Directory for the completions and the results."
 )
@@ -72,6 +92,34 @@ def _check() -> None:
   )
   directories.check_can_write("output", _OUTPUT.value)
   command_line.check_compile_cache()
+  budgets_given()
+
+
+def budgets_given() -> dict[str, Any]:
+  """Return the parameters of budgets that were given."""
+  more = {
+    "end": _END.value,
+    "suffix": _FORCED_SUFFIX.value,
+    "max_tokens": _FORCED_TOKENS.value,
+  }
+  given = {name: value for name, value in more.items() if value}
+  sections.require(
+    bool(_BUDGETS.value) or not given,
+    "budgets",
+    "missing beside --end, --forced_suffix or --forced_tokens; use for example"
+    " --budgets=8,16",
+  )
+  if not _BUDGETS.value:
+    return {}
+  sections.require(
+    all(text.isdecimal() for text in _BUDGETS.value),
+    "budgets",
+    f"{','.join(_BUDGETS.value)} are not all numbers of tokens",
+  )
+  params: dict[str, Any] = {"budgets": tuple(map(int, _BUDGETS.value))}
+  params |= given
+  budgets_lib.of(**{"end": "...", **params})
+  return params
 
 
 def _given(config: sections.Config) -> set[str]:
@@ -111,6 +159,7 @@ def main(config: sections.Config) -> None:
         num_items=_NUM_ITEMS.value,
         category=_CATEGORY.value,
         given=_given(config),
+        budgets=budgets_given(),
       ),
       output,
       jax.devices(),

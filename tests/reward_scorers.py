@@ -75,6 +75,16 @@ def adds_up(item, completion):
   )
 
 
+def scores_the_first(item, completion):
+  return types.Reward(score=1.0, token_scores={0: 0.5})
+
+
+def fails_on_two(item, completion):
+  if completion.answer == "2":
+    raise ValueError("two")
+  return float(completion.answer == item["answer"])
+
+
 def returns(item, completion):
   """What the item says; a dict is what to make a reward from."""
   returned = item["returned"]

@@ -273,6 +273,16 @@ def test_a_reward_is_a_number_and_for_a_turn(make, value):
     play(make(early))
 
 
+def test_parts_of_budgets_are_not_for_other_episodes(make):
+  def episode(prompt, context):
+    yield prompt.tokens
+    context.reward(0.0, parts={"right": 1.0, types.THOUGHT_TOKENS: 2.0})
+
+  words = "'budget/thought_tokens' .* those of the episode budgets"
+  with pytest.raises(episode_lib.EpisodeError, match=words):
+    play(make(episode))
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(
   ("yielded", "words"),

@@ -308,6 +308,32 @@ def launched(*arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  ("arguments", "shown"),
+  [
+    (["--budgets=0,4", "--end=>", "--forced_tokens=12"], "12"),
+    (["--budgets=0,4", "--end=>"], "None"),
+    (["--forced_tokens=12"], "missing beside"),
+    (["--budgets=0,4", "--end=>", "--forced_tokens=0"], "forced_tokens"),
+  ],
+)
+def test_the_length_of_forced_answers_is_a_flag(arguments, shown):
+  code = (
+    "import sys; sys.path.insert(0, 'launch'); import evaluate;"
+    "from absl import flags; flags.FLAGS(sys.argv);"
+    "print(evaluate.budgets_given().get('max_tokens'))"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code, *arguments],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=150,
+  )
+  assert shown in (done.stdout or done.stderr).splitlines()[-1]
+
+
+@pytest.mark.slow
 @pytest.mark.nightly
 def test_the_script_evaluates_with_the_config_of_the_run(world, tmp_path):
   path, dataset = world

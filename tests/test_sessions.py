@@ -257,6 +257,11 @@ async def returns_text(access, item):
   return "good"
 
 
+async def says_its_thought(access, item):
+  await say(access, [user("hello")])
+  return types.Reward(score=1.0, parts={types.THOUGHT_TOKENS: 2.0})
+
+
 async def never_calls(access, item):
   return 1.0
 
@@ -556,6 +561,7 @@ def test_an_agent_may_leave_its_score_to_the_run(play):
     (raises, "the agent raised LookupError: no such page"),
     (hangs, "took longer than 0.5 s"),
     (returns_text, "the agent returned 'good', which is no finite number"),
+    (says_its_thought, "those of the episode budgets"),
     (never_calls, "returned before its first turn"),
   ],
 )

@@ -11,8 +11,10 @@ import tiny
 import worker_world
 
 from jaxrl_async import types
+from jaxrl_async.rewards import cut_scores
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator as coordinator_lib
+from jaxrl_async.rollout import episode as episode_lib
 from jaxrl_async.rollout import rollout_side
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.weights import weight_transfer
@@ -424,6 +426,43 @@ def test_a_group_whose_tokens_are_scored_teaches_something(make_world):
   assert {line["index"] % 2 for line in world.lines()} == {1}
   assert {g.index % 2 for g in world.buffer.state().finished} == {0}
   worker_world.check_balance(world)
+
+
+def test_equal_scores_of_answers_after_budgets_teach_nothing(make_world):
+  def score(item, completions):
+    flat = item["number"] % 2
+    return [
+      types.Reward(
+        score=0.5,
+        parts={
+          types.THOUGHT_TOKENS: 9.0,
+          cut_scores.part(2): 0.0 if flat else float(i),
+        },
+        token_scores={0: 0.0},
+      )
+      for i in range(len(completions))
+    ]
+
+  settings = {"filter_zero_std": True, "reads_token_scores": True}
+  world = make_world(rewards=tiny.Rewards(score), budgets=(2,), **settings)
+  world.run_until(worker_world.finished(3))
+  assert {line["index"] % 2 for line in world.lines()} == {1}
+  assert {g.index % 2 for g in world.buffer.state().finished} == {0}
+  worker_world.check_balance(world)
+
+
+def test_branches_are_learned_whatever_parts_their_episode_gives(make_world):
+  def episode(prompt, context):
+    for number in range(3):
+      yield episode_lib.Anew(prompt.tokens) if number else prompt.tokens
+      context.reward(1.0, parts={"thought_tokens": 120.0})
+
+  world = make_world(episode=episode)
+  world.run_until(worker_world.finished(2))
+  for group in world.buffer.state().finished:
+    for branches in group.branches():
+      assert branches[0].reward_parts() == {"thought_tokens": 360}
+      assert len(branches) == 3 and types.learned(branches) == branches
 
 
 def test_scores_of_tokens_that_nothing_reads_teach_nothing(make_world):

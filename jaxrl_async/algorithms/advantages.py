@@ -13,12 +13,12 @@ _EPSILON = 1e-6
 
 
 def shaped(
-  rewards: Float[np.ndarray, "trajectories"],
+  rewards: Float[np.ndarray, "*rewards"],
   *,
   bias: float,
   scale: float,
   clip: float,
-) -> Float[np.ndarray, "trajectories"]:
+) -> Float[np.ndarray, "*rewards"]:
   r"""Return scale (r + bias), clipped at -clip and clip unless clip is 0."""
   rewards = scale * (rewards + bias)
   return np.clip(rewards, -clip, clip) if clip else rewards
@@ -169,6 +169,44 @@ def segment_advantages(
       loss_masks, numbers, ends, counts, strict=True
     )
   ]
+
+
+def budget_advantages(
+  scores: Float[np.ndarray, "trajectories budgets"],
+  weights: Float[np.ndarray, "budgets"],
+  group_ids: Int[np.ndarray, "trajectories"],
+  num_groups: int,
+) -> Float[np.ndarray, "trajectories budgets"]:
+  r"""Return the advantage of each part of a thought between two budgets.
+
+  r_i is the score of the answer after L_i tokens of the thought, and counts for
+  the tokens up to L_i. Part j has those after L_{j-1} up to L_j, so that its
+  return is what is weighed from there on (REO-RL, arXiv:2506.07104):
+
+    R_j = sum of c_i r_i over i >= j
+    A_j = R_j - mean of the others' R_j
+
+  The mean is over all other trajectories of the group, also those that ended
+  before: their r_i is the score of their own answer. It is the baseline
+  "leave_one_out" of `relative_advantages` for each part. Nothing is divided by
+  a deviation: one of each part would undo the weights, and one of the batch
+  would count parts that have no token.
+
+  Args:
+    scores: r_i, with a column for each budget and a last one for no cut.
+    weights: c_i.
+  """
+  weighted = scores * weights
+  returns = np.cumsum(weighted[:, ::-1], axis=1)[:, ::-1]
+  num_parts = len(weights)
+  mates = group_ids[:, None] * num_parts + np.arange(num_parts)
+  return relative_advantages(
+    returns.ravel(),
+    mates.ravel(),
+    num_groups * num_parts,
+    baseline="leave_one_out",
+    scale=sections.AdvantageScale.NONE,
+  ).reshape(scores.shape)
 
 
 def _scored_tokens(

@@ -8,9 +8,11 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.algorithms import advantages as advantages_lib
+from jaxrl_async.algorithms import budget_curves
 from jaxrl_async.algorithms import losses
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import algorithm_section
+from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
 from jaxrl_async.training import critic as critic_lib
@@ -144,12 +146,23 @@ def _is_whitened(section: sections.AlgorithmSection) -> bool:
   )
 
 
-def advantages(section: sections.AlgorithmSection) -> packing.MakeAdvantages:
+def advantages(
+  section: sections.AlgorithmSection,
+  *,
+  budgets: budgets_lib.Budgets | None = None,
+  longest: int = 0,
+) -> packing.MakeAdvantages:
   """Return the function that makes advantages of groups, on the host.
 
   Members are compared with each other, not their branches: each branch has the
   advantage of its member. Those of gae are 0, because a stage replaces them. So
   are those of none.
+
+  Args:
+    section: of the config.
+    budgets: where thoughts were cut. Their parts are then compared by
+      `advantages.budget_advantages`.
+    longest: the most tokens of a completion, L_max.
 
   Raises:
     ConfigError: `algorithm.advantage` names a function that cannot be imported.
@@ -162,6 +175,8 @@ def advantages(section: sections.AlgorithmSection) -> packing.MakeAdvantages:
     own = _imported("algorithm.advantage", section.advantage)
 
   def of_groups(groups: Sequence[types.RolloutGroup]) -> packing.Advantages:
+    if budgets is not None:
+      return _of_budgets(groups, budgets.budgets, longest, section)
     made = of_members([group.of_members() for group in groups])
     return _of_branches(made, groups)
 
@@ -195,6 +210,42 @@ def advantages(section: sections.AlgorithmSection) -> packing.MakeAdvantages:
     )
 
   return of_groups
+
+
+def _of_budgets(
+  groups: Sequence[types.RolloutGroup],
+  budgets: Sequence[int],
+  longest: int,
+  section: sections.AlgorithmSection,
+) -> packing.Advantages:
+  """Return the advantages of all tokens of thoughts that were cut.
+
+  Those of a completion's own answer belong to the last part of its thought.
+  Forced answers have the advantage 0, and are not trained
+  (`packing.learned`).
+  """
+  weights = budget_curves.weights(budgets, longest)
+  members = [branches for group in groups for branches in group.branches()]
+  scores = np.zeros((len(members), len(weights)))
+  for row, (first, *forced) in zip(scores, members, strict=True):
+    row[:] = first.score
+    for i, t in enumerate(forced):
+      assert t.reward is not None and t.reward.token_scores is not None
+      row[i] = t.reward.token_scores[t.num_completion_tokens - 1]
+  made = advantages_lib.budget_advantages(
+    _shaping(section)(scores),
+    weights,
+    np.repeat(np.arange(len(groups)), [len(g.branches()) for g in groups]),
+    len(groups),
+  )
+  found = []
+  for of_parts, (first, *forced) in zip(made, members, strict=True):
+    # A token after a cut that was not made is one of the last part.
+    number = np.cumsum(first.loss_mask)
+    at = np.minimum(np.searchsorted(budgets, number), len(forced))
+    found.append(np.where(first.loss_mask, of_parts[at], np.float32(0)))
+    found += [np.zeros(len(t.tokens), np.float32) for t in forced]
+  return found
 
 
 def _of_branches(

@@ -11,6 +11,7 @@ import jax
 from jaxrl_async.assembly import algorithm as algorithm_lib
 from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.data import prompts
@@ -139,6 +140,7 @@ def coordinator_settings(
     config: a validated config.
     has_own_loss: whether a script has passed a loss, which may read everything.
   """
+  budgets = budgets_lib.of_task(config.task)
   return coordinator_settings_lib.CoordinatorSettings(
     group_size=config.algorithm.group_size,
     max_completion_tokens=config.rollout.max_completion_tokens,
@@ -152,6 +154,7 @@ def coordinator_settings(
     or max(_MIN_FILTERED, _FILTERED_BATCHES * config.algorithm.groups_per_step),
     num_slots=config.rollout.num_slots,
     max_group_s=config.rollout.max_group_seconds,
+    budgets=() if budgets is None else budgets.budgets,
     stop=config.rollout.stop,
     stop_token_ids=config.rollout.stop_token_ids,
   )
@@ -242,6 +245,7 @@ def make_scorers(
     ),
     answer_prefix=task.answer_prefix,
     tokenizer=tokenizer,
+    budgets=budgets_lib.of_task(task),
   )
 
 
@@ -317,7 +321,11 @@ def make_trainer(
       rows_per_microbatch=config.train.rows_per_microbatch,
       num_minibatches=config.algorithm.num_minibatches,
       min_microbatches=setup.max_microbatches,
-      advantages=algorithm_lib.advantages(config.algorithm),
+      advantages=algorithm_lib.advantages(
+        config.algorithm,
+        budgets=budgets_lib.of_task(config.task),
+        longest=config.rollout.max_completion_tokens,
+      ),
       fields=algorithm_lib.fields(config.algorithm),
       overlong_filter=config.algorithm.overlong_filter,
       num_epochs=config.algorithm.num_epochs,

@@ -22,6 +22,7 @@ from jaxrl_async.data import worked_examples as worked_examples_lib
 from jaxrl_async.rewards import reward_terms
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rewards import term as term_lib
+from jaxrl_async.rollout import forced_answers
 from jaxrl_async.sessions import agents
 
 # How long held-out questions are made to see whether there are enough.
@@ -87,6 +88,7 @@ def checked(
     is_supervised=is_supervised,
   )
   algorithm_lib.check(config.algorithm)
+  forced_answers.check(config, setup.tokenizer)
   rate_schedules.check(config)
   _check_stop_tokens(setup)
   initial_params.check(setup)

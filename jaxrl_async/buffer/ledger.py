@@ -230,12 +230,16 @@ def _describe(group: types.RolloutGroup) -> dict[str, Any]:
   """Return the fields that the lines of all groups have.
 
   There is one entry for each member, whose branches are taken together
-  (`types.whole`). `writers` says which replica generated how many tokens with
-  which version of the weights, in order: [replica, version, tokens]. Rewards
-  are listed in the order of the trajectories, with another list for each named
-  part. `dropped` are the members that could not be scored. A reward that is
-  missing or not finite becomes null, because JSON has no NaN.
+  (`types.whole`). The finish reason is that of what is learned
+  (`types.learned`). `writers` says which replica generated how many tokens
+  with which version of the weights, in order: [replica, version, tokens].
+  Rewards are listed in the order of the trajectories, with another list for
+  each named part. `dropped` are the members that could not be scored. A reward
+  that is missing or not finite becomes null, because JSON has no NaN.
   """
+  finish_reasons = [
+    types.learned(branches)[-1].finish_reason for branches in group.branches()
+  ]
   group = group.of_members()
   members = group.trajectories
   versions = group.written_versions()
@@ -254,7 +258,7 @@ def _describe(group: types.RolloutGroup) -> dict[str, Any]:
     "num_policy_versions": len(distinct),
     "num_prompt_tokens": len(group.prompt.tokens),
     "num_completion_tokens": counts,
-    "finish_reasons": [t.finish_reason for t in members],
+    "finish_reasons": finish_reasons,
     "writers": _writers(members, counts, versions, edges.tolist()),
     "rewards": [_finite(r and r.score) for r in rewards],
     "reward_parts": {

@@ -14,6 +14,7 @@ import string
 from typing import Any
 
 from jaxrl_async.config import algorithm_section
+from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.config import setting as setting_lib
@@ -208,6 +209,34 @@ def _episode(config: sections.Config) -> Iterator[Rule]:
     "task.episode_params",
     "an episode of a single turn takes none; name one in task.episode, or leave"
     " them out",
+  )
+  if (budgets := budgets_lib.of_task(task)) is None:
+    return
+  last, longest = budgets.budgets[-1], config.rollout.max_completion_tokens
+  yield (
+    last < longest,
+    f"{budgets_lib.PATH}.budgets",
+    f"{last} is not less than rollout.max_completion_tokens {longest}, which is"
+    " the budget of a whole completion; use fewer",
+  )
+  yield (
+    not task.max_turns,
+    "task.max_turns",
+    f"{task.max_turns} would leave out answers, of which the episode budgets"
+    " has as many as there are budgets; use 0",
+  )
+  yield (
+    config.algorithm.advantage == "segment",
+    "algorithm.advantage",
+    f"{sections.shown(config.algorithm.advantage)} does not compare the parts"
+    " of thoughts that the episode budgets (task.episode) cuts; use segment",
+  )
+  scale = config.algorithm.advantage_scale
+  yield (
+    scale is sections.AdvantageScale.NONE,
+    "algorithm.advantage_scale",
+    f"{scale.value} would divide by deviations what the episode budgets"
+    " (task.episode) gives a weight for each part of a thought; use none",
   )
 
 

@@ -271,7 +271,8 @@ class WarmStartSection:
   solver: str = setting("chain_sum")
   """A key of `worked_solutions.SOLVERS`; field:NAME, an entry or a column of
   the data; or module:function of (item, rng), which returns the solution's
-  text. Solutions longer than a row are skipped and counted."""
+  text, or a text that is only shown and the rest. Solutions longer than a row
+  are skipped and counted."""
   num_examples: int = setting(20_000, low=1, high=1000000)
   """Number of worked solutions; every pass over them is shuffled."""
   corrupted_frac: float = setting(0.2, low=0, high=1)

@@ -118,8 +118,9 @@ class TaskSection(DatasetSection):
   stripped."""
   episode: str = setting("", **_EPISODE)
   """What decides how the turns of a trajectory follow from its prompt: tools,
-  openenv, or module:function; "" is a single turn. The directory in which a
-  launch script is started is searched too."""
+  openenv, budgets (of thought, see `config.budgets`), or module:function; "" is
+  a single turn. The directory in which a launch script is started is searched
+  too."""
   episode_params: config_dict.ConfigDict = setting(
     config_dict.ConfigDict, **_EPISODE
   )

@@ -29,6 +29,8 @@ _ASKED = "qz"  # a text of no meaning, by which a template is asked
 
 # A text, or the assistant's message in a chat.
 Solution = str | dict[str, Any]
+# A text that is shown after the prompt and not learned, and the text after it.
+Continued = tuple[str, str]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -176,7 +178,11 @@ class WorkedExamples(example_stream.ExampleStream[WorkedExample]):
       return completed(prompt, turn, source)
     rng = np.random.default_rng((source.seed, place))
     text = _solution(self._solve, prompt, rng, self._warm_start)
-    return completed(prompt, text, source)
+    if isinstance(text, str):
+      return completed(prompt, text, source)
+    shown, rest = text
+    before = np.append(prompt.tokens, source.tokenizer.encode(shown))
+    return answered(dataclasses.replace(prompt, tokens=before), rest, source)
 
 
 def chat_example(
@@ -304,8 +310,8 @@ def _solution(
   prompt: types.Prompt,
   rng: np.random.Generator,
   warm_start: sections.WarmStartSection,
-) -> str:
-  """Return the text of a solution."""
+) -> str | Continued:
+  """Return the text of a solution, perhaps with a part that is only shown."""
   try:
     with user_code.told():
       solution = solve(prompt.item, rng)
@@ -315,10 +321,13 @@ def _solution(
       f" {prompt.prompt_id}: {error}"
     ) from error
   sections.require(
-    isinstance(solution, str),
+    isinstance(solution, str)
+    or isinstance(solution, tuple)
+    and [type(text) for text in solution] == [str, str],
     "warm_start.solver",
     f"{warm_start.solver!r} returned {sections.shown(solution)} for"
-    f" {prompt.prompt_id}, not a text",
+    f" {prompt.prompt_id}, neither a text nor two texts, of which the first is"
+    " only shown",
   )
   return solution
 
@@ -369,7 +378,7 @@ def _validate_scores(
   with contextlib.closing(stream):
     for number in range(_NUM_SCORED):
       prompt = stream.next()
-      solution = _solution(solve, prompt, rng, warm_start)
+      solution = "".join(_solution(solve, prompt, rng, warm_start))
       answer = extraction.extract_answer(solution, source.task.answer_prefix)
       if answer is not None and answer == prompt.item.get("answer"):
         break

@@ -16,8 +16,9 @@ from jaxrl_async.config import sections
 from jaxrl_async.config import user_code
 from jaxrl_async.data import columns as columns_lib
 
-# Returns the text of a solution, from an item and what random choices need.
-Solver = Callable[[Mapping[str, Any], np.random.Generator], str]
+# Returns the text of a solution, from an item and what random choices need. A
+# solver of a user may return two texts, of which the first is not learned.
+Solver = Callable[[Mapping[str, Any], np.random.Generator], Any]
 FIELD = "field"
 _SETTING = "warm_start.solver"
 

@@ -1,6 +1,7 @@
 """What the answers to a set of questions say: accuracy, lengths, intervals."""
 
 from collections.abc import Iterable, Mapping, Sequence
+import types
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ class Record(NamedTuple):
     num_tokens: of the completion.
     is_truncated: whether the completion was cut off.
     answer: the extracted answer; None if there is none.
+    parts: of the reward, by name.
   """
 
   question: int
@@ -24,6 +26,7 @@ class Record(NamedTuple):
   num_tokens: int
   is_truncated: bool
   answer: str | None = None
+  parts: Mapping[str, float] = types.MappingProxyType({})
 
 
 def by_question(
@@ -32,6 +35,7 @@ def by_question(
   samples: int,
   *,
   solved_score: float,
+  parts: Mapping[str, bool] = types.MappingProxyType({}),
 ) -> dict[str, np.ndarray]:
   """Return each statistic of each question, NaN where it is not known.
 
@@ -43,6 +47,8 @@ def by_question(
     num_questions: their numbers are less than this.
     samples: answers for each question.
     solved_score: an answer with at least this score is right.
+    parts: of rewards, which are statistics too, and whether each is a score, of
+      which the share of right ones is taken, and not the mean.
 
   Returns:
     Arrays of `num_questions` numbers: avg@k, pass@1, pass@2, ..., maj@k,
@@ -51,7 +57,15 @@ def by_question(
   found: list[list[Record]] = [[] for _ in range(num_questions)]
   for record in records:
     found[record.question].append(record)
-  rows = [_of_question(answers, samples, solved_score) for answers in found]
+  rows = [
+    _of_question(answers, samples, solved_score)
+    | {
+      name: _of_part([a.parts.get(name) for a in answers], least)
+      for name, is_score in parts.items()
+      for least in [solved_score if is_score else None]
+    }
+    for answers in found
+  ]
   names = rows[0] if rows else {}
   return {name: np.array([row[name] for row in rows]) for name in names}
 
@@ -77,6 +91,14 @@ def _of_question(
     "tokens_mean": mean(lengths),
     "frac_truncated": mean(truncated),
   }
+
+
+def _of_part(values: Iterable[float | None], least: float | None) -> float:
+  """Return the mean of a part, or the share of values that are large enough."""
+  known = np.array([x for x in values if x is not None], np.float64)
+  if least is not None:
+    known = np.array(known >= least, np.float64)
+  return answer_statistics.mean(known)
 
 
 def means(values: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -152,7 +174,7 @@ def _shown(name: str, numbers: Mapping[str, Any]) -> tuple[str, str]:
   """Return mean and interval as text."""
   if numbers["mean"] is None:
     return "-", ""
-  digits = 1 if name == "tokens_mean" else 3
+  digits = 1 if "tokens" in name else 3
   mean, low, high = (
     f"{numbers[key]:.{digits}f}" for key in ("mean", "low", "high")
   )

@@ -76,13 +76,13 @@ def _measured(
     raise answers_lib.give_up(len(answers), answers[0])
   records = [
     answer_results.Record(
-      question=question.number,
-      score=trajectory.reward and trajectory.reward.score,
-      num_tokens=trajectory.num_completion_tokens,
-      is_truncated=trajectory.finish_reason is types.FinishReason.LENGTH,
-      answer=trajectory.reward and trajectory.reward.answer,
+      question=answer.question.number,
+      score=answer.trajectory.reward and answer.trajectory.reward.score,
+      num_tokens=answer.completed.num_completion_tokens,
+      is_truncated=answer.completed.finish_reason is types.FinishReason.LENGTH,
+      answer=answer.trajectory.reward and answer.trajectory.reward.answer,
     )
-    for question, trajectory, *_ in answers
+    for answer in answers
   ]
   samples = answers[0].question.settings.samples
   values = answer_results.by_question(

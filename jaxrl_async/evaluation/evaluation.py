@@ -10,13 +10,15 @@ goes on with the blocks that have no file. The result is the same as without the
 stop, because an answer depends on nothing but the weights and its numbers.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
 import pathlib
 import time
 from typing import Any, NamedTuple
+
+from ml_collections import config_dict
 
 from jaxrl_async import types
 from jaxrl_async.assembly import assembly
@@ -25,6 +27,7 @@ from jaxrl_async.assembly import device_checks
 from jaxrl_async.assembly import engine_sizes
 from jaxrl_async.assembly import question_sets
 from jaxrl_async.assembly import setup as setup_lib
+from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
 from jaxrl_async.evaluation import answer_results
@@ -35,10 +38,12 @@ from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.reporting import progress as progress_lib
 from jaxrl_async.rewards import completion as completion_lib
+from jaxrl_async.rewards import cut_scores
 from jaxrl_async.rewards import extraction
 from jaxrl_async.rewards import reward_terms
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import environment as environment_lib
+from jaxrl_async.rollout import forced_answers
 from jaxrl_async.rollout import questions as questions_lib
 from jaxrl_async.storage import columns
 from jaxrl_async.storage import disk
@@ -80,6 +85,9 @@ class Wanted:
     category: the column of a row that names its category; "" for none.
     given: paths of the settings that the caller has chosen. They are not fitted
       to the questions.
+    budgets: `task.episode_params` of the episode budgets, with which answers
+      are also measured after parts of their thoughts; {} are those of the
+      policy's config, if it has that episode.
   """
 
   dataset: str = ""
@@ -87,6 +95,7 @@ class Wanted:
   num_items: int = 0
   category: str = ""
   given: Collection[str] = ()
+  budgets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Plan(NamedTuple):
@@ -240,11 +249,17 @@ def _results(
   plan: Plan, records: list[answer_results.Record]
 ) -> dict[str, Any]:
   config, made_from = plan.config, plan.made_from
+  budgets = budgets_lib.of_task(config.task)
+  parts = {}
+  if budgets is not None:
+    parts = dict.fromkeys(map(cut_scores.part, budgets.budgets), True)
+    parts |= {types.THOUGHT_TOKENS: False, cut_scores.THOUGHT_TRUNCATED: False}
   values = answer_results.by_question(
     records,
     len(plan.prompts),
     plan.settings.samples,
     solved_score=config.task.solved_score,
+    parts=parts,
   )
   reward = "task.rewards" if config.task.rewards else "task.reward"
   about = ("step", "task.dataset", reward, "samples", "category", "questions")
@@ -254,6 +269,12 @@ def _results(
     "failed_scores": sum(record.score is None for record in records),
     "results": answer_results.with_intervals(values, config.seed),
   }
+  if budgets is not None:
+    names = [*map(cut_scores.part, budgets.budgets), "pass@1"]
+    results["curve"] = {
+      "budgets": [*budgets.budgets, config.rollout.max_completion_tokens],
+      "accuracy": [results["results"][name]["mean"] for name in names],
+    }
   if any(plan.categories):
     results["by_category"] = answer_results.by_category(
       values, plan.categories, config.seed
@@ -299,6 +320,8 @@ def prepare(
     f"{wanted.samples} greedy answers are all the same; use 1, or"
     " --config.eval.temperature=1.0",
   )
+  if wanted.budgets:
+    _set_budgets(config, wanted.budgets)
   assembly.episode_of(config.task)
   terms = reward_terms.of_task(config.task)
   reward_terms.try_out(terms)
@@ -308,6 +331,7 @@ def prepare(
   longest = max(len(prompt.tokens) for prompt in questions.prompts)
   _fit(stored, config, wanted.given, longest, is_cpu)
   config_checks.check(config)
+  forced_answers.check(config, tokenizer)
   made_from = {
     "weights": stored_policy.identity(stored, stored.step or 0),
     "step": stored.step,
@@ -328,6 +352,31 @@ def prepare(
     settings=assembly.answer_settings(config, wanted.samples),
     made_from=made_from,
   )
+
+
+def _set_budgets(config: sections.Config, params: Mapping[str, Any]) -> None:
+  """Let answers be measured by budgets.
+
+  What is not given is as in the policy's own config.
+  """
+  task = config.task
+  sections.require(
+    task.episode in ("", budgets_lib.EPISODE),
+    "budgets",
+    "they cut answers of a single turn, and task.episode is"
+    f" {sections.shown(task.episode)}; leave one of them out",
+  )
+  own = fields_lib.plain(task)["episode_params"] if task.episode else {}
+  sections.require(
+    "end" in {**own, **params},
+    "end",
+    "missing: the text with which a thought ends, such as --end='</think>'",
+  )
+  task.episode = budgets_lib.EPISODE
+  task.episode_params = config_dict.ConfigDict({**own, **params})
+  # Nothing is trained, but every config is checked for both sides.
+  config.algorithm.advantage = "segment"
+  config.algorithm.advantage_scale = sections.AdvantageScale.NONE
 
 
 def _questions(
@@ -470,6 +519,7 @@ def _records(path: pathlib.Path, num_rows: int) -> list[answer_results.Record]:
       num_tokens=row["num_tokens"],
       is_truncated=row["finish_reason"] == FinishReason.LENGTH,
       answer=row["answer"],
+      parts=json.loads(row["parts"]),
     )
     for row in rows
   ]
@@ -479,7 +529,7 @@ def _row(
   plan: Plan, answer: answers_lib.Answer, tokenizer: tokenizer_lib.Tokenizer
 ) -> dict[str, Any]:
   (_, number, sample, prompt, _), trajectory, failure, _ = answer
-  completion = completion_lib.of_trajectory(trajectory, tokenizer)
+  completion = completion_lib.of_trajectory(answer.completed, tokenizer)
   reward, text = trajectory.reward, completion.text
   if reward is None:
     extracted = extraction.extract_answer(text, plan.config.task.answer_prefix)
@@ -496,6 +546,6 @@ def _row(
     "score": None if reward is None else float(reward.score),
     "parts": json.dumps({} if reward is None else dict(reward.parts)),
     "failure": failure and failure.reason,
-    "num_tokens": trajectory.num_completion_tokens,
+    "num_tokens": answer.completed.num_completion_tokens,
     "finish_reason": completion.finish_reason.value,
   }

@@ -9,6 +9,7 @@ import traceback
 import types
 from typing import Any, TypeVar
 
+from jaxrl_async.config import budgets as budgets_lib
 from jaxrl_async.config import user_code
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import extraction
@@ -103,11 +104,13 @@ class Scorers:
     terms: at least one, with different names.
     answer_prefix: prefix of the answer; see `extraction.extract_answer`.
     tokenizer: turns completions into text.
+    budgets: where the thoughts of members are cut; None if they are not.
   """
 
   terms: tuple[term_lib.Term, ...]
   answer_prefix: str
   tokenizer: tokenizer_lib.Tokenizer
+  budgets: budgets_lib.Budgets | None = None
 
   def score(self, attempt: Attempt) -> Outcome:
     """Return the rewards of a group, or a failure that is its own."""

@@ -13,11 +13,13 @@ counters. The processes belong to a pool on this host (`pool`).
 from collections.abc import Iterable, Sequence
 from concurrent import futures
 import dataclasses
+import itertools
 import threading
 import time
 from typing import Any
 
 from jaxrl_async.rewards import completion as completion_lib
+from jaxrl_async.rewards import cut_scores
 from jaxrl_async.rewards import pool as pool_lib
 from jaxrl_async.rewards import scoring
 from jaxrl_async.rewards import term as term_lib
@@ -58,6 +60,7 @@ class RewardService:
       num_workers: how many processes.
     """
     self._terms = scorers.terms
+    self._scorers = scorers
     self._pool = pool_lib.Pool(scorers, num_workers)
     self._lock = threading.Lock()
     self._counters = {term.name: _Counters() for term in self._terms}
@@ -79,7 +82,8 @@ class RewardService:
 
     Args:
       item: the item of the prompt, which is passed to the scorer.
-      trajectories: finished ones. The processes decode them.
+      trajectories: finished ones, one for each member. The processes decode
+        them.
 
     Raises:
       RuntimeError: the service was closed before.
@@ -159,6 +163,13 @@ class ScoreHandle:
     self._outcome: Outcome | None = None
     self._parts: list[_TermHandle] = []
     self._service = service
+    self._members = trajectories
+    budgets, tokenizer = service._scorers.budgets, service._scorers.tokenizer
+    self._counts: list[int] | None = None  # answers of each member
+    if budgets is not None:
+      cut = [cut_scores.answers(t, budgets, tokenizer) for t in trajectories]
+      self._counts = [len(answers) for answers in cut]
+      trajectories = [answer for answers in cut for answer in answers]
     terms = service._terms
     try:
       used = [i for i, term in enumerate(terms) if term.scores(item)]
@@ -228,11 +239,24 @@ class ScoreHandle:
       if reward.answer is None:
         reward = dataclasses.replace(reward, answer=answer)
       outcome.append(reward)
+    if self._counts is not None:
+      outcome = self._of_members(outcome, self._counts)
     if outcome and not any(isinstance(one, Reward) for one in outcome):
       (failure,) = outcome[:1]
       assert isinstance(failure, RewardFailure)
       return failure
     return outcome
+
+  def _of_members(
+    self, outcome: Sequence[Reward | RewardFailure], counts: Sequence[int]
+  ) -> list[Reward | RewardFailure]:
+    """Return the rewards of members, from those of their answers."""
+    budgets, rest = self._service._scorers.budgets, iter(outcome)
+    assert budgets is not None
+    return [
+      cut_scores.reward(member, list(itertools.islice(rest, count)), budgets)
+      for member, count in zip(self._members, counts, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from jaxrl_async.buffer import ledger as ledger_lib
 from jaxrl_async.data import prompts
 from jaxrl_async.processes import supervisor as supervisor_lib
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.rewards import cut_scores
 from jaxrl_async.rewards import service as service_lib
 from jaxrl_async.rollout import coordinator_settings as coordinator_settings_lib
 from jaxrl_async.rollout import environment as environment_lib
@@ -616,10 +617,7 @@ class Coordinator:
     index = running.admission.index
     del self._running[index]
     rewards = [x for x in outcome if isinstance(x, types.Reward)]
-    is_empty = types.teach_nothing(
-      rewards, reads_token_scores=self.settings.reads_token_scores
-    )
-    if self.settings.filter_zero_std and is_empty:
+    if self.settings.filter_zero_std and self._teach_nothing(rewards):
       self._ledger.add_filtered(group)
       self._buffer.drop(index)
       self._num_filtered += 1
@@ -638,6 +636,14 @@ class Coordinator:
     else:
       self._num_filtered = 0
       self._buffer.put(group)
+
+  def _teach_nothing(self, rewards: list[types.Reward]) -> bool:
+    settings = self.settings
+    if settings.budgets:
+      return cut_scores.teach_nothing(rewards, settings.budgets)
+    return types.teach_nothing(
+      rewards, reads_token_scores=settings.reads_token_scores
+    )
 
   def _fail(
     self,

@@ -13,6 +13,8 @@ class CoordinatorSettings:
     num_slots: of every replica's engine.
     filter_zero_std: groups that give nothing to learn are left out.
     reads_token_scores: as in `types.teach_nothing`.
+    budgets: where thoughts are cut; () if they are not. What gives nothing to
+      learn is then said by `rewards.cut_scores.teach_nothing`.
     max_filtered_groups: the run ends with an error after this many filtered
       groups in a row, because training would hardly advance.
     stop: texts each of which ends a turn.
@@ -33,3 +35,4 @@ class CoordinatorSettings:
   stop: tuple[str, ...] = ()
   stop_token_ids: tuple[int, ...] = ()
   max_group_s: float = 0.0
+  budgets: tuple[int, ...] = ()

@@ -301,10 +301,17 @@ class Context:
         Those of a name add up.
 
     Raises:
-      ValueError: there is no such turn, or a number is not finite.
+      ValueError: there is no such turn, a number is not finite, or the name of
+        a part begins with `types.BUDGET_PARTS`, which is not for others.
     """
     given = {name: float(part) for name, part in (parts or {}).items()}
     value = float(value)
+    for name in given:
+      if name.startswith(types.BUDGET_PARTS):
+        raise ValueError(
+          f"the part {name!r} is given: names that begin with"
+          f" {types.BUDGET_PARTS!r} are those of the episode budgets"
+        )
     if not self.num_turns:
       raise ValueError("a reward was given before the first turn was written")
     for what, number in {"": value, **given}.items():
@@ -315,6 +322,18 @@ class Context:
     self._record(types.EventKind.REWARD, value)
     if given:
       self._record(types.EventKind.PARTS, given)
+
+  def cut(self, parts: Mapping[str, float]) -> None:
+    """Say that the turn just written is cut, and what its thought is like.
+
+    The branches that follow then only measure it (`types.learned`). The episode
+    `budgets` calls this, and the rewards of a run with it expect it.
+
+    Args:
+      parts: named numbers as those of `reward`, whose names begin with
+        `types.BUDGET_PARTS`; one is `types.THOUGHT_TOKENS`.
+    """
+    self._record(types.EventKind.PARTS, dict(parts))
 
   def _record(self, kind: types.EventKind, value: Any) -> None:
     event = types.Event(kind.value, self.num_turns - 1, -1, json.dumps(value))

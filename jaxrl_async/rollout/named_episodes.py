@@ -13,6 +13,7 @@ from jaxrl_async.rollout import episode as episode_lib
 # Name -> module:function.
 SHIPPED: Mapping[str, str] = {
   "agent": "jaxrl_async.sessions.episode:run_agent",
+  "budgets": "jaxrl_async.rollout.forced_answers:answer_after_cuts",
   "openenv": "jaxrl_async.tools.openenv_episode:play",
   "tools": "jaxrl_async.tools.episode:use_tools",
 }

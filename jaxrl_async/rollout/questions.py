@@ -113,6 +113,15 @@ class Answer(NamedTuple):
   branches: Sequence[types.Trajectory] = ()
 
   @property
+  def completed(self) -> types.Trajectory:
+    """What counts as the completion, with the reward; see `types.completed`."""
+    if len(self.branches) < 2:
+      return self.trajectory
+    return dataclasses.replace(
+      types.completed(self.branches), reward=self.trajectory.reward
+    )
+
+  @property
   def name(self) -> str:
     """The question's name, with "#" and a number for all but the first."""
     name, sample = self.question.prompt.prompt_id, self.question.sample
@@ -151,11 +160,10 @@ class _Running:
         trajectory, finish_reason=types.FinishReason.ABORTED
       )
     branches = [*self.earlier, trajectory]
-    trajectory = types.whole(branches)
     if self.episode is not None and self.episode.context is not None:
       events = self.episode.context.events
-      trajectory = dataclasses.replace(trajectory, events=events)
-    return Answer(self.question, trajectory, failure, branches)
+      branches[0] = dataclasses.replace(branches[0], events=events)
+    return Answer(self.question, types.whole(branches), failure, branches)
 
 
 class Questions:

@@ -176,6 +176,10 @@ class Rewritten:
       last.finish_reason = types.FinishReason.LENGTH
       self.is_done = True
       self._episode.close()
+    if self.is_done and (context := self._episode.context) is not None:
+      # What is learned may depend on them (`types.learned`).
+      first = dataclasses.replace(self.branches[0], events=context.events)
+      self.branches[0] = first
 
   def _check_next(self) -> None:
     last = self.branches[-1]

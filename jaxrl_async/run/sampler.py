@@ -126,11 +126,12 @@ class Sampler:
         "chosen": "",
         "group": None,
         "prompt_id": prompt.prompt_id,
-        **self._row(prompt, trajectory, failure.reason if failure else ""),
+        **self._row(
+          prompt, answer.completed, failure.reason if failure else ""
+        ),
       }
-      for (*_, prompt, _), trajectory, failure, _ in evaluation.first[
-        :_MAX_EVALUATED
-      ]
+      for answer in evaluation.first[:_MAX_EVALUATED]
+      for (*_, prompt, _), _, failure, _ in [answer]
     ]
     part = samples_lib.Part(samples_lib.EVAL, step)
     with self._side_outputs.attempt(_NAME):
@@ -163,7 +164,7 @@ class Sampler:
         "prompt_id": group.prompt.prompt_id,
         **self._row(group.prompt, trajectory, failure),
       }
-      for trajectory in group.of_members().trajectories
+      for trajectory in map(types.completed, group.branches())
     ]
 
   def _row(

@@ -28,11 +28,13 @@ so that the shards of a microbatch have similar sums of squared lengths.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import heapq
+import itertools
 from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Float, Int, Num, Shaped
 import numpy as np
 
+from jaxrl_async import types
 from jaxrl_async.training import segments as segments_lib
 from jaxrl_async.types import (
   Admission,
@@ -128,6 +130,29 @@ def without_steered(groups: list[RolloutGroup]) -> list[RolloutGroup]:
     )
     for group in groups
   ]
+
+
+def learned(
+  groups: list[RolloutGroup], advantages: Advantages
+) -> tuple[list[RolloutGroup], Advantages]:
+  """Return groups and advantages without branches that only measure another.
+
+  See `types.learned`.
+  """
+  members = [branches for group in groups for branches in group.branches()]
+  kept = [len(types.learned(x)) > i for x in members for i in range(len(x))]
+  if all(kept):
+    return groups, advantages
+  found = [
+    dataclasses.replace(
+      group,
+      trajectories=[t for x in group.branches() for t in types.learned(x)],
+    )
+    for group in groups
+  ]
+  if isinstance(advantages, np.ndarray):
+    return found, advantages[kept]
+  return found, list(itertools.compress(advantages, kept))
 
 
 def packed_batch(arrays: Mapping[str, Any]) -> PackedBatch:

@@ -115,7 +115,12 @@ class Pending:
   def _mfu(self) -> float:
     """Return the model FLOPs utilisation of the step."""
     lengths = np.array(
-      [len(t.tokens) for g in self.groups for t in g.trajectories]
+      [
+        len(t.tokens)
+        for g in self.groups
+        for branches in g.branches()
+        for t in types.learned(branches)
+      ]
     )
     flops = self.num_epochs * sum(
       matmul_rate.model_flops(model, lengths) for model in self.models
@@ -151,11 +156,13 @@ def _means(sums: Mapping[str, np.ndarray], count: float) -> dict[str, Any]:
 def of_groups(groups: list[types.RolloutGroup], step: int) -> dict[str, Any]:
   """Return metrics of a batch: rewards, completion lengths and staleness.
 
-  They are of members, whose branches are taken together (`types.whole`).
+  They are of members, whose branches are taken together (`types.whole`). Of
+  lengths and staleness, branches that only measure others are left out.
   """
-  num_branches = [len(x) for g in groups for x in g.branches()]
+  members = [x for g in groups for x in g.branches()]
+  num_branches = [len(branches) for branches in members]
   groups = [g.of_members() for g in groups]
-  trajectories = [t for g in groups for t in g.trajectories]
+  trajectories = [types.completed(branches) for branches in members]
   return {
     **_reward_metrics(groups),
     **_completion_metrics(trajectories),

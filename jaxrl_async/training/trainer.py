@@ -337,13 +337,12 @@ class Trainer:
   def prepare(self, groups: list[types.RolloutGroup]) -> PreparedBatch:
     """Compute advantages, pack the groups and move them to the device."""
     settings = self.batch_settings
-    learned = packing.without_steered(groups)
+    learned, advantages = packing.learned(groups, settings.advantages(groups))
+    masked = packing.without_steered(learned)
     segments = self.plan(
-      packing.without_overlong(learned)
-      if settings.overlong_filter
-      else learned,
-      settings.advantages(groups),
-      settings.fields([t for g in groups for t in g.trajectories]),
+      packing.without_overlong(masked) if settings.overlong_filter else masked,
+      advantages,
+      settings.fields([t for g in learned for t in g.trajectories]),
     )
     self._tell_parts("batch", segments)
     return PreparedBatch(
