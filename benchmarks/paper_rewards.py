@@ -93,9 +93,10 @@ class Sizes:
     num_steps: train steps of each run, of 128 answers each.
     num_questions: held-out questions of each measurement.
     num_answers: sampled answers to each of them.
+    further: rules that are tried with the first seed alone.
   """
 
-  warm_start_steps: int = 150
+  warm_start_steps: int = 190
   num_labelled: Mapping[str, int] = dataclasses.field(
     default_factory=lambda: {_OUTCOME: 4_000, _PROCESS: 1_000}
   )
@@ -105,6 +106,7 @@ class Sizes:
   groups_per_step: int = 64
   num_questions: int = 256
   num_answers: int = 16
+  further: Sequence[Rule] = FURTHER
 
 
 _QUICK = Sizes(
@@ -116,6 +118,7 @@ _QUICK = Sizes(
   groups_per_step=4,
   num_questions=4,
   num_answers=16,
+  further=FURTHER[:1],
 )
 
 
@@ -124,7 +127,7 @@ def sizes(study: paper_study.Study) -> Sizes:
   return _QUICK if study.is_quick else Sizes()
 
 
-# -- what solutions say ---------------------------------------------------------
+# -- what solutions say -------------------------------------------------------
 
 
 def lines_of(text: str) -> list[str]:
@@ -185,7 +188,7 @@ def _port(directory: pathlib.Path) -> int:
   return int(path.read_text())
 
 
-# -- stages ---------------------------------------------------------------------
+# -- stages -------------------------------------------------------------------
 
 
 class _Seed:
@@ -367,8 +370,9 @@ def run(study: paper_study.Study) -> tuple[list[Row], list[Row], list[Row]]:
   """
   seeds = [_Seed(study, seed) for seed in study.seeds]
   rows = []
-  for rule in (None, *RULES, *FURTHER):
-    own = seeds[:1] if rule in FURTHER else seeds
+  further = sizes(study).further
+  for rule in (None, *RULES, *further):
+    own = seeds[:1] if rule in further else seeds
     names = (
       {"reward": "sft", "alpha": "", "eta": ""} if rule is None else rule.names
     )

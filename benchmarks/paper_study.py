@@ -93,8 +93,10 @@ class Study:
     )
 
   def data(self, seed: int, **options: Any) -> pathlib.Path:
-    """Write the questions of a seed; see `paper_sums.write`."""
+    """Write the questions of a seed, as `paper_sums.write` does."""
     directory = self.of_seed(seed) / "data"
+    options["num_train"] = 300 if self.is_quick else 20_000
+    options["num_test"] = 32 if self.is_quick else 512
 
     def make() -> Row:
       paper_sums.write(directory, seed=seed, **options)
@@ -202,7 +204,7 @@ def stop_early(signal_number: int, frame: Any) -> None:
   sys.exit(128 + signal_number)
 
 
-# -- what answers say -----------------------------------------------------------
+# -- what answers say ---------------------------------------------------------
 
 
 def is_right(answer: Mapping[str, Any]) -> bool:
@@ -243,7 +245,7 @@ def accuracies(answers: Sequence[Mapping[str, Any]]) -> Row:
   return row
 
 
-# -- rows and claims ------------------------------------------------------------
+# -- rows and claims ----------------------------------------------------------
 
 
 def mean_row(

@@ -19,7 +19,6 @@ import numpy as np
 
 ANSWER_PREFIX = "#"
 _HIGHEST = 19  # of the partial sums
-_FILES = {"train": 20_000, "test": 512}
 
 
 def question(rng: np.random.Generator, num_operations: int) -> str:
@@ -75,6 +74,8 @@ def write(
   directory: pathlib.Path,
   *,
   seed: int,
+  num_train: int,
+  num_test: int,
   num_operations: int,
   corrupted_frac: float,
   restated_frac: float,
@@ -83,7 +84,7 @@ def write(
   rng = np.random.default_rng(seed)
   seen: set[str] = set()
   directory.mkdir(parents=True, exist_ok=True)
-  for name, count in _FILES.items():
+  for name, count in (("train", num_train), ("test", num_test)):
     rows = []
     while len(rows) < count:
       text = question(rng, num_operations)

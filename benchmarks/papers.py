@@ -34,6 +34,7 @@ from typing import Any
 
 from absl import app
 from absl import flags
+from absl import logging
 import launching
 import paper_models
 import paper_preference
@@ -62,6 +63,7 @@ def main(argv: Sequence[str]) -> None:
   """Make the stages that are missing, and print the tables."""
   if argv[1:]:
     sys.exit(f"error: unexpected arguments {' '.join(argv[1:])}")
+  logging.set_verbosity(logging.WARNING)  # Orbax tells what it reads
   # The launch script that runs is ended too, as after Ctrl-C.
   signal.signal(signal.SIGTERM, paper_study.stop_early)
   workdir = pathlib.Path(_WORKDIR.value).absolute()

@@ -1,0 +1,348 @@
+"""The studies of benchmarks/papers.py: their task, stages, rows and claims."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import paper_preference
+import paper_rewards
+import paper_study
+import paper_sums
+import pytest
+
+from jaxrl_async.storage import columns
+
+ROOT = pathlib.Path(__file__).parents[1]
+_SCHEMA = {
+  "question": int,
+  "sample": int,
+  "prompt": str,
+  "completion": str,
+  "score": float,
+  "num_tokens": int,
+  "finish_reason": str,
+}
+
+
+class Launches:
+  """Stands for `launching.launch`; ends the study at the call `fails_at`."""
+
+  def __init__(self, fails_at=None):
+    self.fails_at = fails_at
+    self.made = []
+
+  def __call__(self, script, *arguments):
+    if len(self.made) == self.fails_at:
+      raise KeyboardInterrupt
+    flags = dict(x.removeprefix("--").split("=", 1) for x in arguments)
+    workdir = pathlib.Path(flags["workdir"])
+    self.made.append((workdir.name, script, flags))
+    workdir.mkdir(exist_ok=True)
+    if "labels" in flags:
+      return {"labels": f"{workdir}/labels.jsonl", "rows": 4}
+    return {"params": f"{workdir}/params"}
+
+  def flags(self, name):
+    (found,) = (x[2] for x in self.made if x[0] == name)
+    return {k.removeprefix("config."): v for k, v in found.items()}
+
+
+class Models:
+  """Stands for `paper_models`; every third answer is right."""
+
+  def __init__(self):
+    self.asked = []
+    self.serving = None
+
+  def write_answers(self, output, *, questions, num_questions, **options):
+    self.asked.append(output.name)
+    given = paper_sums.read_rows(
+      pathlib.Path(questions).read_text().split("\n")[:-1]
+    )
+    rows = []
+    for number, row in enumerate(given[:num_questions]):
+      for sample in range(options["samples"]):
+        is_right = (number + sample) % 3 == 0
+        text = f"1+1=2\n1+1=2\n#{row['answer'] if is_right else 99}"
+        values = (number, sample, "", text, float(is_right), 16, "eos")
+        rows.append(dict(zip(_SCHEMA, values, strict=True)))
+    (output / "completions").mkdir(parents=True)
+    columns.write(output / "completions" / "000000.parquet", rows, _SCHEMA)
+
+  def divergence(self, checkpoint, step, reference, answers):
+    assert reference.endswith("sft/params") and answers
+    return {"kl": float(checkpoint != reference), "kl_error": 0.0}
+
+  def step_scores(self, workdir, rows):
+    assert workdir.name == "process_model"
+    return [np.full(len(row["steps"]), 0.75) for row in rows]
+
+  @contextlib.contextmanager
+  def served(self, workdir, port):
+    self.serving = workdir.name, port
+    yield
+    self.serving = None
+
+
+def a_study(directory, launch=None, models=None, seeds=(0,)):
+  return paper_study.Study(
+    directory=directory,
+    seeds=seeds,
+    is_quick=True,
+    launch_script=launch or Launches(),
+    models=models or Models(),
+  )
+
+
+# -- the task ------------------------------------------------------------------
+
+
+def test_a_solution_has_a_true_line_for_each_operation_and_the_answer():
+  rng = np.random.default_rng(0)
+  for _ in range(200):
+    text = paper_sums.question(rng, 5)
+    *lines, last = paper_sums.solution(text, rng).split("\n")
+    assert len(lines) == 5 and last == f"#{eval(text)}"
+    before = text[0]
+    for line in lines:
+      left, right = line.split("=")
+      assert eval(left) == int(right) and left.startswith(before)
+      assert 0 <= int(right) <= 19
+      before = right
+
+
+def test_a_wrong_line_is_carried_on_and_a_line_may_stand_twice():
+  rng = np.random.default_rng(0)
+  text = "9+8-3-2+5"
+  wrong = paper_sums.solution(text, rng, corrupted_frac=1.0).split("\n")
+  results = [line.split("=")[1] for line in wrong[:-1]]
+  begins = [line.rpartition("=")[0] for line in wrong[1:-1]]
+  assert all(b.startswith(r) for r, b in zip(results, begins, strict=False))
+  assert all(eval(x.split("=")[0]) != int(x.split("=")[1]) for x in wrong[:-1])
+  lines = paper_sums.solution(text, rng, restated_frac=0.9).split("\n")
+  assert len(lines) > 8 and len(set(lines)) == 5
+  assert paper_rewards.repeated_frac(lines) == 1 - 5 / len(lines)
+
+
+def test_no_question_is_both_trained_on_and_asked(tmp_path):
+  paper_sums.write(
+    tmp_path,
+    **{"seed": 3, "num_train": 500, "num_test": 50, "num_operations": 2},
+    **{"corrupted_frac": 0.5, "restated_frac": 0.0},
+  )
+  train, test = (
+    paper_sums.read_rows((tmp_path / f"{x}.jsonl").read_text().splitlines())
+    for x in ("train", "test")
+  )
+  questions = [row["question"] for row in train + test]
+  assert len(questions) == len({*questions})
+  right = np.mean(
+    [row["solution"].endswith(f"#{row['answer']}") for row in train]
+  )
+  assert right == pytest.approx(0.5**2, abs=0.1)
+
+
+# -- pairs and returns ---------------------------------------------------------
+
+
+def test_a_pair_has_a_right_and_a_wrong_answer_or_the_teachers():
+  questions = [
+    {"question": "1+1", "answer": "2", "solution": solution}
+    for solution in ("1+1=2\n#2", "1+1=2\n#2", "1+1=3\n#3", "1+1=2\n#2", "#2")
+  ]
+  given = [
+    ((0, "a"), (1, "b"), (0, "c")),  # a pair
+    ((0, "d"), (0, "e")),  # the teacher's
+    ((0, "f"), (None, "g")),  # the teacher is wrong too
+    ((1, "h"), (0, " \n")),  # nothing stands against the right one
+    ((1, "i"), (1, "j")),
+  ]
+  answers = [
+    {"question": number, "score": score, "completion": text}
+    for number, group in enumerate(given)
+    for score, text in group
+  ]
+  pairs, counts = paper_preference.pairs_of(questions, answers)
+  assert [(x["chosen"], x["rejected"]) for x in pairs] == [
+    ("b", "a"),
+    ("1+1=2\n#2", "d"),
+  ]
+  assert pairs[0].keys() == {"question", "answer", "chosen", "rejected"}
+  assert counts == {"pairs": 2, "taught": 1, "none_right": 1, "none_wrong": 2}
+
+
+def test_returns_of_repeated_lines_grow_with_process_rewards_alone():
+  scores = {
+    n: [np.array([0.75] * (3 + n) + [0.25])] for n in paper_rewards.REPEATS
+  }
+  rows = paper_rewards.returns(scores, eta=0.5)
+  found = {
+    row["reward"]: [row[f"n={n}"] for n in paper_rewards.REPEATS]
+    for row in rows
+  }
+  alpha = paper_rewards.ALPHA
+  assert found["+process"] == pytest.approx(
+    [1 + alpha * (0.75 * (3 + n) + 0.25) for n in paper_rewards.REPEATS]
+  )
+  assert found["+clip"] == pytest.approx([1 - alpha * 0.25] * 5)
+  assert found["+delta"] == pytest.approx([1 + alpha * 0.75] * 5)
+  assert found["+clip_delta"] == pytest.approx([1.0] * 5)
+  assert paper_rewards.repeated(["a", "b", "#1"], 2) == ["a", *"bbb", "#1"]
+
+
+# -- stages --------------------------------------------------------------------
+
+
+def test_preference_compares_equal_samples_and_equal_updates(tmp_path):
+  launch = Launches()
+  rows, claims = paper_preference.run(a_study(tmp_path, launch))
+  by_name = {row["method"]: row for row in rows}
+  assert {k: (x["samples"], x["updates"]) for k, x in by_name.items()} == {
+    "sft": (0, 0),
+    "dpo": (16, 8),
+    "dpo_iter_1": (8, 4),
+    "dpo_iter_2": (16, 8),
+    "ppo_64 (equal updates)": (16, 8),
+    "ppo_64": (32, 16),
+    "+norm (equal updates)": (16, 8),
+    "+norm": (32, 16),
+    "+512": (32, 8),
+    "+ema": (32, 8),
+    "+512, beta 0.0": (32, 8),
+    "+512, beta 0.1": (32, 8),
+  }
+  full = paper_preference.Sizes()
+  assert full.num_prompts * full.samples == full.num_samples
+  assert full.num_prompts % full.rounds == full.num_updates % full.rounds == 0
+  # The reference of a round is the policy of the round before.
+  first = launch.flags("dpo_iter_1")
+  assert first["warm_start.checkpoint"].endswith("/sft/params")
+  second = launch.flags("dpo_iter_2")
+  assert second["warm_start.checkpoint"].endswith("/dpo_iter_1/params")
+  assert first["task.dataset"] != second["task.dataset"]
+  plain, ema = launch.flags("ppo_64"), launch.flags("ppo_512_norm_ema")
+  assert plain["algorithm.advantage_scale"] == "none"
+  assert ema["algorithm.advantage_scale"] == "batch_std"
+  assert "algorithm.reference_every" not in plain
+  assert ema["algorithm.reference_every"] == "1"
+  assert "algorithm.kl_coef" not in launch.flags("ppo_beta_0.0")
+  assert by_name["sft"]["kl"] == 0 and by_name["dpo"]["kl"] == 1
+  assert {x["holds"] for x in claims} == {False}  # all answer alike
+
+
+def test_rewards_are_those_of_the_model_that_a_rule_names(tmp_path):
+  launch, models = Launches(), Models()
+  served = []
+  study = a_study(tmp_path, launch, models)
+
+  def launched(script, *arguments):
+    served.append(models.serving)
+    return launch(script, *arguments)
+
+  study = a_study(tmp_path, launched, models)
+  rows, of_repeats, claims = paper_rewards.run(study)
+  port = int((tmp_path / "port").read_text())
+  by_stage = dict(zip((x[0] for x in launch.made), served, strict=True))
+  assert by_stage["success"] is None
+  assert by_stage["outcome_0.1"] == ("outcome_model", port)
+  assert by_stage["clip_delta_0.1_median"] == ("process_model", port)
+  steps = "task.rewards.steps"
+  flags = launch.flags("clip_delta_0.02_p25")
+  address = f"http://127.0.0.1:{port}/?reward=clip_delta&threshold=0.750000"
+  assert flags[f"{steps}.function"] == address
+  assert flags[f"{steps}.weight"] == "0.02"
+  assert flags["config"].endswith("papers.py:scored")
+  assert launch.flags("delta_0.1")[f"{steps}.function"].endswith("reward=delta")
+  assert [row["reward"] for row in rows] == [
+    *("sft", "success", "+outcome", "+process", "+clip", "+delta"),
+    *("+clip_delta", "+clip_delta"),
+  ]
+  assert rows[0]["steps"] == 3 and rows[0]["repeated"] == pytest.approx(1 / 3)
+  assert rows[0]["process_sum"] == pytest.approx(3 * 0.75)
+  holds = {x["claim"]: x["holds"] for x in claims}
+  assert sum(holds.values()) == 4  # nothing is lost, and nothing grows
+  assert len(of_repeats) == 4
+  full = paper_rewards.Sizes()
+  assert len({*full.further, *paper_rewards.RULES}) == 6 + 8
+
+
+@pytest.mark.parametrize("run", [paper_preference.run, paper_rewards.run])
+def test_a_study_goes_on_where_it_was_stopped(run, tmp_path):
+  whole = Launches()
+  expected = run(a_study(tmp_path / "whole", whole))
+  made = []
+  models = Models()
+  for fails_at in (0, 3, 4, None):
+    launch = Launches(fails_at)
+    study = a_study(tmp_path / "stopped", launch, models)
+    if fails_at is None:
+      assert run(study) == expected
+    else:
+      with pytest.raises(KeyboardInterrupt):
+        run(study)
+    made += [x[0] for x in launch.made]
+  assert made == [x[0] for x in whole.made]
+  assert len(models.asked) == len({*models.asked})
+
+
+def test_rows_are_means_over_the_seeds(tmp_path):
+  rows, _ = paper_preference.run(a_study(tmp_path, seeds=(0, 1)))
+  by_name = {row["method"]: row for row in rows}
+  assert by_name["+512"]["num_seeds"] == 2
+  assert by_name["+512, beta 0.1"]["num_seeds"] == 1
+  row = paper_study.mean_row(
+    {"a": 1}, [{"x": 1.0, "kl": None}, {"x": 3.0, "kl": 2.0}], "x"
+  )
+  assert row == {
+    **{"a": 1, "num_seeds": 2, "x": 2.0, "kl": None},
+    **{"x_std": pytest.approx(2**0.5), "seeds": [1.0, 3.0]},
+  }
+
+
+def test_pass_at_5_is_that_of_the_answers_to_each_question():
+  answers = [
+    {"question": q, "score": s, "num_tokens": 4, "finish_reason": "length"}
+    for q, scores in enumerate(((1, 0, 0, 0, 0, 0), (0, None, 0, 0, 0, 0)))
+    for s in scores
+  ]
+  assert paper_study.accuracies(answers) == {
+    "sampled": pytest.approx(1 / 12),
+    "pass@5": pytest.approx(5 / 6 / 2),
+    "tokens": 4,
+    "truncated": 1,
+  }
+
+
+# -- the program ---------------------------------------------------------------
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("paper", ["preference", "rewards"])
+def test_every_stage_runs_and_a_killed_program_goes_on(paper, tmp_path):
+  command = [
+    *(sys.executable, str(ROOT / "benchmarks" / "papers.py"), "--quick"),
+    *(f"--paper={paper}", f"--workdir={tmp_path}", "--seeds=0"),
+  ]
+  first = subprocess.Popen(command, start_new_session=True)
+  done = tmp_path / "seed_0" / "sft.result.json"
+  while not done.exists():
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      pytest.fail(f"it ended with {first.wait(timeout=1)}")
+  os.killpg(first.pid, signal.SIGKILL)
+  first.wait()
+  made = done.stat().st_mtime_ns
+  again = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+  assert done.stat().st_mtime_ns == made
+  said = json.loads(again.stdout.splitlines()[-1])
+  assert said["paper"] == paper
+  assert len(said["rows"]) == (12 if paper == "preference" else 8)
+  assert all(isinstance(x["holds"], bool) for x in said["claims"])
+  if paper == "preference":
+    # The policy's divergence from itself.
+    assert said["rows"][0]["kl"] in (None, pytest.approx(0.0, abs=1e-3))
