@@ -54,9 +54,9 @@ class Sizes:
     betas: coefficients that are compared.
   """
 
-  num_prompts: int = 5_120
+  num_prompts: int = 3_072
   samples: int = 5
-  large_steps: int = 50
+  large_steps: int = 30
   small: int = 64
   large: int = 512
   warm_start_steps: int = 190

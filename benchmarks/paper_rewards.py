@@ -102,7 +102,7 @@ class Sizes:
   )
   completions: int = 8
   model_steps: int = 300
-  num_steps: int = 80
+  num_steps: int = 60
   groups_per_step: int = 64
   num_questions: int = 256
   num_answers: int = 16

@@ -27,6 +27,7 @@ The study `rewards` has `returns` as well. Hardware: two CPU cores.
 
 from collections.abc import Sequence
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -41,6 +42,8 @@ import paper_preference
 import paper_rewards
 import paper_study
 
+# Models this small are fastest there.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _STUDIES = ("preference", "rewards")
 _PAPER = flags.DEFINE_enum("paper", None, _STUDIES, "Which.", required=True)
 _WORKDIR = flags.DEFINE_string(

@@ -78,14 +78,14 @@ def get_config(variant: str = "preference") -> sections.Config:
       proximal=sections.ProximalMode.LOGLINEAR,
     ),
     critic=sections.CriticSection(
-      optimizer=sections.OptimizerSection(name=muon, learning_rate=2e-4),
+      optimizer=sections.OptimizerSection(name=muon, learning_rate=4e-4),
     ),
     train=sections.TrainSection(
       num_steps=100,
       tokens_per_row=2 * cache,
       rows_per_microbatch=8,
       optimizer=sections.OptimizerSection(
-        name=muon, learning_rate=2e-4, warmup_steps=4
+        name=muon, learning_rate=4e-4, warmup_steps=4
       ),
     ),
     eval=sections.EvalSection(num_items=256, every=0),
