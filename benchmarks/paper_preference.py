@@ -59,7 +59,7 @@ class Sizes:
   large_steps: int = 30
   small: int = 64
   large: int = 512
-  warm_start_steps: int = 190
+  warm_start_steps: int = 215
   num_questions: int = 256
   num_answers: int = 8
   rounds: int = 4

@@ -96,7 +96,7 @@ class Sizes:
     further: rules that are tried with the first seed alone.
   """
 
-  warm_start_steps: int = 190
+  warm_start_steps: int = 215
   num_labelled: Mapping[str, int] = dataclasses.field(
     default_factory=lambda: {_OUTCOME: 4_000, _PROCESS: 1_000}
   )
@@ -220,6 +220,15 @@ class _Seed:
       f"--num_prompts={found.num_labelled[kind]}",
       f"--completions={found.completions}",
     )
+    rows = paper_sums.read_rows(
+      pathlib.Path(made["labels"]).read_text().splitlines()
+    )
+    num_held_out = -(-len(rows) // 10)
+    train, held_out = (
+      self._directory / f"{kind}_{name}.jsonl" for name in ("train", "test")
+    )
+    paper_sums.write_rows(train, rows[:-num_held_out])
+    paper_sums.write_rows(held_out, rows[-num_held_out:])
     self._study.launch(
       "reward_model.py",
       self._seed,
@@ -227,12 +236,13 @@ class _Seed:
       _VARIANT,
       {
         **begin,
-        "task.dataset": f"jsonl:{made['labels']}",
-        "task.eval_dataset": "",
+        "task.dataset": f"jsonl:{train}",
+        "task.eval_dataset": f"jsonl:{held_out}",
+        "eval.num_items": num_held_out,
         "preference.reward_loss": "steps",
         "preference.num_steps": found.model_steps,
-        "preference.num_examples": made["rows"],
-        "preference.num_eval_examples": max(made["rows"] // 10, 1),
+        "preference.num_examples": len(rows) - num_held_out,
+        "preference.num_eval_examples": num_held_out,
         "preference.eval_every": max(found.model_steps // 10, 1),
         "preference.rows_per_batch": 16,
         "preference.optimizer.name": "muon",

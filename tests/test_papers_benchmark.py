@@ -44,7 +44,9 @@ class Launches:
     self.made.append((workdir.name, script, flags))
     workdir.mkdir(exist_ok=True)
     if "labels" in flags:
-      return {"labels": f"{workdir}/labels.jsonl", "rows": 4}
+      path = workdir / "labels.jsonl"
+      paper_sums.write_rows(path, [{"question": str(i)} for i in range(15)])
+      return {"labels": str(path)}
     return {"params": f"{workdir}/params"}
 
   def flags(self, name):
@@ -251,6 +253,11 @@ def test_rewards_are_those_of_the_model_that_a_rule_names(tmp_path):
   assert by_stage["success"] is None
   assert by_stage["outcome_0.1"] == ("outcome_model", port)
   assert by_stage["clip_delta_0.1_median"] == ("process_model", port)
+  of_model = launch.flags("process_model")
+  for name, count in (("dataset", 13), ("eval_dataset", 2)):
+    path = of_model[f"task.{name}"].removeprefix("jsonl:")
+    assert len(pathlib.Path(path).read_text().splitlines()) == count
+  assert of_model["preference.num_examples"] == "13"
   steps = "task.rewards.steps"
   flags = launch.flags("clip_delta_0.02_p25")
   address = f"http://127.0.0.1:{port}/?reward=clip_delta&threshold=0.750000"
