@@ -45,7 +45,7 @@ def write_answers(
 
   from jaxrl_async.evaluation import evaluation
   from jaxrl_async.policies import stored_policy
-  from jaxrl_async.processes import supervisor
+  from jaxrl_async.processes import supervisor as supervisor_lib
   from jaxrl_async.reporting import progress as progress_lib
 
   config = stored_policy.find(checkpoint, step).config
@@ -67,7 +67,7 @@ def write_answers(
       output,
       jax.devices(),
       progress=progress,
-      stop=supervisor.StopRequest(),
+      stop=supervisor_lib.StopRequest(),
     )
 
 
@@ -151,11 +151,11 @@ def served(workdir: pathlib.Path, port: int) -> Iterator[None]:
 
   A server in a process of its own would outlive this one, were it killed.
   """
-  from jaxrl_async.processes import supervisor
+  from jaxrl_async.processes import supervisor as supervisor_lib
   from jaxrl_async.supervised import reward_server
 
   config = _config_of(workdir)
-  stop, ready = supervisor.StopRequest(), threading.Event()
+  stop, ready = supervisor_lib.StopRequest(), threading.Event()
   thread = threading.Thread(
     target=reward_server.serve,
     args=(config, workdir),
