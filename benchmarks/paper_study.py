@@ -214,7 +214,7 @@ def is_right(answer: Mapping[str, Any]) -> bool:
 
 def accuracy(answers: Sequence[Mapping[str, Any]]) -> float:
   """Return the share of right answers."""
-  return statistics.mean(map(is_right, answers))
+  return statistics.mean(float(is_right(x)) for x in answers)
 
 
 def by_question(
@@ -240,7 +240,7 @@ def accuracies(answers: Sequence[Mapping[str, Any]]) -> Row:
       )
   row["tokens"] = statistics.mean(x["num_tokens"] for x in answers)
   row["truncated"] = statistics.mean(
-    x["finish_reason"] == "length" for x in answers
+    float(x["finish_reason"] == "length") for x in answers
   )
   return row
 
