@@ -94,6 +94,11 @@ def once(
   return json.loads(result.read_text())
 
 
+def is_made(directory: pathlib.Path, name: str) -> bool:
+  """Return whether DIRECTORY has the result NAME."""
+  return _result(directory, name).exists()
+
+
 def after_warm_start(
   directory: pathlib.Path,
   name: str,

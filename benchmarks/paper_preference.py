@@ -13,13 +13,15 @@ The ladder of the paper's table 3, for each seed:
     +512             512 answers a step
     +ema             the reference follows the policy
 
-All take the same number of answers, and `ppo_64` and `+norm` a second row after
-as many updates as the others. Then, with the first seed alone, beta: the
-coefficient of the divergence in `+512`, and DPO's beta in `dpo`.
+All draw the same number of answers. PPO learns from each of them, and DPO from
+the pairs among them, at least once from each pair. `ppo_64` and `+norm` have a
+second row after as many updates as the others. Then, with the first seed alone,
+beta: the coefficient of the divergence in `+512`, and DPO's beta in `dpo`.
 """
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import itertools
 from typing import Any
 
 import paper_study
@@ -29,6 +31,7 @@ Row = paper_study.Row
 BETA = 0.1
 _VARIANT = "preference"
 _MINIBATCHES = 4
+_NO_PAIRS = {"pairs": 0, "passes": 0.0}
 # The rows of PPO, and the names of their stages.
 _PPO = {
   "ppo_64": "ppo_64",
@@ -36,6 +39,8 @@ _PPO = {
   "+512": "ppo_512_norm",
   "+ema": "ppo_512_norm_ema",
 }
+# The row that is compared with DPO, chosen beforehand.
+_BEST_PPO = "+ema"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,8 @@ class Sizes:
   Attributes:
     num_prompts: questions of DPO, each of which gets `samples` answers.
     samples: answers to each.
+    pairs_per_update: rows of an update of DPO. A row has room for one pair,
+      so that the updates of a training go through all of its pairs.
     large_steps: train steps of PPO with `large` answers in each.
     small, large: answers of a train step of PPO.
     warm_start_steps: updates of the supervised training.
@@ -56,18 +63,19 @@ class Sizes:
 
   num_prompts: int = 3_072
   samples: int = 5
+  pairs_per_update: int = 32
   large_steps: int = 30
   small: int = 64
   large: int = 512
   warm_start_steps: int = 215
-  num_questions: int = 256
+  num_questions: int = 512
   num_answers: int = 8
   rounds: int = 4
   betas: tuple[float, ...] = (0.0, 0.05, BETA, 0.2)
 
   @property
   def num_samples(self) -> int:
-    """Answers that each method learns from."""
+    """Answers that each method draws."""
     return self.large_steps * self.large
 
   @property
@@ -77,8 +85,9 @@ class Sizes:
 
 
 _QUICK = Sizes(
-  num_prompts=8,
+  num_prompts=16,
   samples=2,
+  pairs_per_update=8,
   large_steps=2,
   small=8,
   large=16,
@@ -110,9 +119,10 @@ def ppo_fields(
   steps = found.num_samples // batch
   fields: dict[str, Any] = {
     "train.num_steps": steps,
-    # The step after as many updates as the others make is among them.
+    # The step after as many updates as the others make is among them. A run
+    # that is stopped writes one more, so that all are kept.
     "run.checkpoint_every": found.large_steps,
-    "run.keep_checkpoints": max(steps // found.large_steps, 2),
+    "run.keep_checkpoints": steps,
     "algorithm.groups_per_step": batch // 2,
     "algorithm.reward_scale": 10.0,
     "algorithm.advantage_scale": "batch_std" if is_normalised else "none",
@@ -207,7 +217,7 @@ class _Seed:
       f"{label}.kl",
       [checkpoint, step],
       lambda: self._study.models.divergence(
-        checkpoint, step, self.sft, [x for x in answers if x["sample"] < 4]
+        checkpoint, step, self.sft, [x for x in answers if x["sample"] < 2]
       ),
     )
     counts = {"samples": num_samples, "updates": num_updates}
@@ -225,7 +235,8 @@ class _Seed:
     """Answer questions by a policy, and train it on their pairs.
 
     Returns:
-      The parameters, and the counts of pairs.
+      The parameters, and the columns of what was learned from: `pairs`, and
+      `passes` over them.
     """
     asked = self._directory / f"{name}.questions.jsonl"
     pairs = self._directory / f"{name}.pairs.jsonl"
@@ -249,23 +260,27 @@ class _Seed:
       "preference.beta": beta,
       "preference.num_steps": num_updates,
       "preference.num_examples": len(found),
-      "preference.rows_per_batch": 16,
+      "preference.rows_per_batch": self._sizes.pairs_per_update,
       "preference.eval_every": 0,
     }
     result = self._study.launch("prefer.py", self._seed, name, _VARIANT, fields)
-    return result["params"], counts
+    num_rows = num_updates * self._sizes.pairs_per_update
+    return result["params"], {
+      "pairs": counts["pairs"],
+      "passes": num_rows / result["num_rows"],
+    }
 
   def all_dpo(self, beta: float = BETA) -> Row:
     """Return the row of DPO on answers of the first policy alone."""
     name, count = f"dpo_{beta}", self._sizes.num_prompts
     updates = self._sizes.num_updates
-    params, counts = self.dpo(name, self.sft, 0, count, updates, beta)
+    params, used = self.dpo(name, self.sft, 0, count, updates, beta)
     return self.row(
       name,
       params,
       num_samples=count * self._sizes.samples,
       num_updates=updates,
-      pairs=counts["pairs"],
+      **used,
     )
 
   def rounds(self) -> list[Row]:
@@ -277,8 +292,8 @@ class _Seed:
     for number in range(1, num_rounds + 1):
       name = f"dpo_iter_{number}"
       begin = (number - 1) * count
-      policy, counts = self.dpo(name, policy, begin, count, updates)
-      num_pairs += counts["pairs"]
+      policy, used = self.dpo(name, policy, begin, count, updates)
+      num_pairs += used["pairs"]
       rows.append(
         self.row(
           name,
@@ -286,6 +301,7 @@ class _Seed:
           num_samples=number * count * self._sizes.samples,
           num_updates=number * updates,
           pairs=num_pairs,
+          passes=used["passes"],
         )
       )
     return rows
@@ -309,7 +325,7 @@ class _Seed:
         step=step,
         num_samples=step * batch,
         num_updates=step * _MINIBATCHES,
-        pairs=0,
+        **_NO_PAIRS,
       )
       for step in steps
     ]
@@ -318,7 +334,7 @@ class _Seed:
 def _ladder(study: paper_study.Study, seed: int) -> dict[str, Row]:
   """Return the rows of a seed, by their names."""
   stages, found = _Seed(study, seed), sizes(study)
-  rows = {"sft": stages.row("sft", stages.sft, pairs=0)}
+  rows = {"sft": stages.row("sft", stages.sft, **_NO_PAIRS)}
   rows["dpo"] = stages.all_dpo()
   for number, row in enumerate(stages.rounds(), 1):
     rows[f"dpo_iter_{number}"] = row
@@ -361,7 +377,7 @@ def run(study: paper_study.Study) -> tuple[list[Row], list[Row]]:
   ]
   for name, row in _by_beta(study, study.seeds[0]).items():
     rows.append(paper_study.mean_row({"method": name}, [row], "pass@5"))
-  return rows, claims(rows)
+  return paper_study.shown(rows), claims(rows)
 
 
 def claims(rows: Sequence[Row]) -> list[Row]:
@@ -369,51 +385,63 @@ def claims(rows: Sequence[Row]) -> list[Row]:
 
   The numbers are pass@5, of which the paper's are those of APPS, introductory
   problems, with CodeLlama 34B.
+
+  Args:
+    rows: as `paper_study.mean_row` returns them, in the order of `run`.
   """
-  by_name = {row["method"]: row["pass@5"] for row in rows}
-  rounds = [name for name in by_name if name.startswith("dpo_iter")]
-  dpo = {name: by_name[name] for name in ("dpo", rounds[-1])}
+  by_name = {row["method"]: row for row in rows}
+  dpo = [name for name in by_name if name.startswith("dpo")]
+  rounds = [name for name in dpo if name.startswith("dpo_iter")]
+  # The ends of both trainings.
+  ends = ["dpo", rounds[-1]]
+  betas = [name for name in by_name if name.startswith("+512, ")]
+  named = f"+512, beta {BETA}"
 
   def of(*names: str) -> dict[str, float]:
-    return {name: by_name[name] for name in names}
+    return {name: by_name[name]["pass@5"] for name in names}
 
-  values = [by_name[name] for name in _PPO]
-  betas = {name: x for name, x in by_name.items() if name.startswith("+512, ")}
+  def better(name: str, than: str) -> paper_study.Condition:
+    first, second = (
+      by_name[x][paper_study.BY_QUESTION]["pass@5"] for x in (name, than)
+    )
+    return paper_study.difference(f"{name} - {than}", first, second, above=0.0)
+
+  ladder = list(_PPO)
   return [
     paper_study.claim(
       "PPO with batches of 64 and advantages as they are is worse than SFT",
       "18.0 below 38.6",
       of("ppo_64", "sft"),
-      by_name["ppo_64"] < by_name["sft"],
+      [better("sft", "ppo_64")],
     ),
     paper_study.claim(
       "Normalised advantages, larger batches and a moving reference each help",
       "18.0, 38.1, 42.3, 44.4",
-      of(*_PPO),
-      values == sorted(set(values)),
+      of(*ladder),
+      [better(x, than) for than, x in itertools.pairwise(ladder)],
     ),
     paper_study.claim(
       "With the same number of updates larger batches help",
       "not in the paper",
       of("+norm (equal updates)", "+512"),
-      by_name["+norm (equal updates)"] < by_name["+512"],
+      [better("+512", "+norm (equal updates)")],
     ),
     paper_study.claim(
-      "DPO is worse than SFT",
+      "DPO is worse than SFT, in one training and after all rounds",
       "34.2 below 38.6, with four rounds",
-      dpo | of("sft"),
-      max(dpo.values()) < by_name["sft"],
+      of("sft", *ends),
+      [better("sft", name) for name in ends],
     ),
     paper_study.claim(
-      "The best PPO is better than any DPO",
+      f"PPO with all of it, {_BEST_PPO}, is better than any DPO",
       "44.4 above 34.2",
-      dpo | {"best PPO": max(values)},
-      max(values) > max(dpo.values()),
+      of(_BEST_PPO, *dpo),
+      [better(_BEST_PPO, name) for name in dpo],
     ),
     paper_study.claim(
       f"Of the coefficients of the divergence {BETA} is the best (one seed)",
       "13.0, 14.1, 15.1, 14.9 for 0, 0.05, 0.1, 0.2; 13B, mean of APPS",
-      betas,
-      max(betas, key=lambda name: betas[name]) == f"+512, beta {BETA}",
+      of(*betas),
+      [better(named, name) for name in betas if name != named],
     ),
   ]

@@ -8,12 +8,14 @@ does too.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
+import math
 import pathlib
 import statistics
 import sys
 from typing import Any
 
 import launching
+import numpy as np
 import paper_models
 import paper_sums
 
@@ -22,6 +24,9 @@ from jaxrl_async.storage import columns
 
 CONFIG = launching.ROOT / "configs" / "papers.py"
 Row = dict[str, Any]
+HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided"
+# In a row the values of each question, which no table shows.
+BY_QUESTION = "by_question"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,10 @@ class Study:
   ) -> Row:
     """Return the result of a stage, as `launching.once`."""
     return launching.once(self.of_seed(seed), name, made_from, make)
+
+  def is_made(self, seed: int, name: str) -> bool:
+    """Return whether a stage has its result."""
+    return launching.is_made(self.of_seed(seed), name)
 
   def launch(
     self,
@@ -95,6 +104,9 @@ class Study:
   def data(self, seed: int, **options: Any) -> pathlib.Path:
     """Write the questions of a seed, as `paper_sums.write` does."""
     directory = self.of_seed(seed) / "data"
+    if self.is_quick:
+      # Hardly any answer is right, and a pair needs the teacher's.
+      options["corrupted_frac"] = 0.0
     options["num_train"] = 300 if self.is_quick else 20_000
     options["num_test"] = 32 if self.is_quick else 512
 
@@ -165,7 +177,7 @@ class Study:
     The accuracies are of the first held-out questions: `greedy`, `sampled` at
     temperature 1, and `pass@k` with k = 5 and 16 as far as there are so many
     samples. `tokens` is the mean length of a sampled answer, and `truncated`
-    the share that was cut off.
+    the share that was cut off. In BY_QUESTION are `greedy` and `pass@5`.
     """
     questions = self.of_seed(seed) / "data" / "test.jsonl"
     greedy, sampled = (
@@ -184,7 +196,15 @@ class Study:
         ("sampled", samples, 1.0),
       )
     )
-    return {"greedy": accuracy(greedy), **accuracies(sampled)}, sampled
+    values = {
+      "greedy": values_of(greedy, accuracy),
+      "pass@5": values_of(sampled, lambda group: pass_at_k(group, 5)),
+    }
+    return {
+      "greedy": accuracy(greedy),
+      **accuracies(sampled),
+      BY_QUESTION: values,
+    }, sampled
 
 
 # A model and stages that only show that everything runs. Nothing is learned.
@@ -227,6 +247,19 @@ def by_question(
   return found
 
 
+def values_of(
+  answers: Iterable[Mapping[str, Any]],
+  value: Callable[[Sequence[Mapping[str, Any]]], float],
+) -> list[float]:
+  """Return a value of the answers to each question, in their order."""
+  return [value(group) for group in by_question(answers).values()]
+
+
+def pass_at_k(group: Sequence[Mapping[str, Any]], k: int) -> float:
+  """Return pass@k of the answers to one question."""
+  return answer_statistics.pass_at_k(len(group), sum(map(is_right, group)), k)
+
+
 def accuracies(answers: Sequence[Mapping[str, Any]]) -> Row:
   """Return the sampled accuracies and lengths, as `Study.measured`."""
   groups = by_question(answers).values()
@@ -234,10 +267,7 @@ def accuracies(answers: Sequence[Mapping[str, Any]]) -> Row:
   row: Row = {"sampled": accuracy(answers)}
   for k in (5, 16):
     if k <= most:
-      row[f"pass@{k}"] = statistics.mean(
-        answer_statistics.pass_at_k(len(group), sum(map(is_right, group)), k)
-        for group in groups
-      )
+      row[f"pass@{k}"] = statistics.mean(pass_at_k(x, k) for x in groups)
   row["tokens"] = statistics.mean(x["num_tokens"] for x in answers)
   row["truncated"] = statistics.mean(
     float(x["finish_reason"] == "length") for x in answers
@@ -258,6 +288,10 @@ def mean_row(
     rows: of each seed, with the same columns.
     by_seed: the column whose values are kept for each seed, in `seeds`, and
       whose deviation is shown.
+
+  Returns:
+    The row, whose BY_QUESTION has the questions of all seeds, one seed after
+    the other.
   """
   values = [row[by_seed] for row in rows]
   means = {
@@ -265,6 +299,7 @@ def mean_row(
     if any(row[column] is None for row in rows)
     else statistics.mean(row[column] for row in rows)
     for column in rows[0]
+    if column != BY_QUESTION
   }
   return {
     **names,
@@ -272,16 +307,95 @@ def mean_row(
     **means,
     f"{by_seed}_std": statistics.stdev(values) if len(values) > 1 else 0.0,
     "seeds": values,
+    BY_QUESTION: {
+      column: [x for row in rows for x in row[BY_QUESTION][column]]
+      for column in rows[0][BY_QUESTION]
+    },
   }
 
 
+def shown(rows: Iterable[Row]) -> list[Row]:
+  """Return rows without the values of each question."""
+  return [{k: v for k, v in x.items() if k != BY_QUESTION} for x in rows]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Condition:
+  """What a claim says of a mean over the questions.
+
+  Attributes:
+    name: of the values.
+    values: of each question.
+    above, below: the mean is between them.
+  """
+
+  name: str
+  values: Sequence[float]
+  above: float = -math.inf
+  below: float = math.inf
+
+  def verdict(self, low: float, high: float) -> str:
+    """Return what a confidence interval of the mean says."""
+    if self.above < low and high < self.below:
+      return HOLDS
+    if high <= self.above or self.below <= low:
+      return FAILS
+    return OPEN
+
+
+def difference(
+  name: str,
+  first: Sequence[float],
+  second: Sequence[float],
+  *,
+  factor: float = 1.0,
+  above: float = -math.inf,
+  below: float = math.inf,
+) -> Condition:
+  """Return a condition on first - factor * second.
+
+  Both are of the same questions. If one of them has only those of the first
+  seed, the questions of the other seeds have no difference.
+  """
+  most = min(len(first), len(second))
+  values = np.full(max(len(first), len(second)), np.nan)
+  values[:most] = np.array(first[:most]) - factor * np.array(second[:most])
+  return Condition(name=name, values=values.tolist(), above=above, below=below)
+
+
 def claim(
-  text: str, expected: str, seen: Mapping[str, float], holds: bool
+  text: str,
+  expected: str,
+  seen: Mapping[str, float],
+  conditions: Sequence[Condition],
 ) -> Row:
-  """Return a claim of a paper, and whether it was seen here."""
+  """Return a claim of a paper, and whether it was seen here.
+
+  Args:
+    text: the claim.
+    expected: what the paper has.
+    seen: the means that it is about.
+    conditions: it holds if all of them do, and does not if one does not.
+
+  Returns:
+    These, `differences`, which are the mean of each condition and its 95 %
+    interval by a bootstrap over the questions, and the `verdict`.
+  """
+  intervals = answer_statistics.bootstrap_intervals(
+    np.array([x.values for x in conditions]), seed=0
+  ).tolist()
+  verdicts = {
+    condition.verdict(*interval)
+    for condition, interval in zip(conditions, intervals, strict=True)
+  }
+  (only,) = verdicts if len(verdicts) == 1 else (OPEN,)
   return {
     "claim": text,
     "expected": expected,
     "seen": dict(seen),
-    "holds": holds,
+    "differences": {
+      condition.name: [float(np.nanmean(condition.values)), *interval]
+      for condition, interval in zip(conditions, intervals, strict=True)
+    },
+    "verdict": FAILS if FAILS in verdicts else only,
   }

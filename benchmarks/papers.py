@@ -21,7 +21,8 @@ directory. More --seeds add to what is there. --quick makes every stage as short
 as it can be: the numbers mean nothing then, only that there are some.
 
 Prints tables and, as the last line, one JSON object: `paper`, `rows`, and
-`claims`, each with what was `expected`, what was `seen` and whether it `holds`.
+`claims`, each with what was `expected`, what was `seen`, the `differences` with
+95 % intervals, and the `verdict`: "holds", "does not hold" or "not decided".
 The study `rewards` has `returns` as well. Hardware: two CPU cores.
 """
 

@@ -9,12 +9,15 @@ import subprocess
 import sys
 
 import numpy as np
+import paper_models
 import paper_preference
 import paper_rewards
 import paper_study
 import paper_sums
 import pytest
+import stored_run
 
+import jaxrl_async
 from jaxrl_async.storage import columns
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -47,7 +50,7 @@ class Launches:
       path = workdir / "labels.jsonl"
       paper_sums.write_rows(path, [{"question": str(i)} for i in range(15)])
       return {"labels": str(path)}
-    return {"params": f"{workdir}/params"}
+    return {"params": f"{workdir}/params", "num_rows": 4}
 
   def flags(self, name):
     (found,) = (x[2] for x in self.made if x[0] == name)
@@ -60,6 +63,7 @@ class Models:
   def __init__(self):
     self.asked = []
     self.serving = None
+    self.num_served = 0
 
   def write_answers(self, output, *, questions, num_questions, **options):
     self.asked.append(output.name)
@@ -87,6 +91,7 @@ class Models:
   @contextlib.contextmanager
   def served(self, workdir, port):
     self.serving = workdir.name, port
+    self.num_served += 1
     yield
     self.serving = None
 
@@ -187,6 +192,9 @@ def test_returns_of_repeated_lines_grow_with_process_rewards_alone():
     row["reward"]: [row[f"n={n}"] for n in paper_rewards.REPEATS]
     for row in rows
   }
+  for row in rows:
+    values = row[paper_study.BY_QUESTION]
+    assert values == {f"n={n}": [row[f"n={n}"]] for n in paper_rewards.REPEATS}
   alpha = paper_rewards.ALPHA
   assert found["+process"] == pytest.approx(
     [1 + alpha * (0.75 * (3 + n) + 0.25) for n in paper_rewards.REPEATS]
@@ -206,9 +214,9 @@ def test_preference_compares_equal_samples_and_equal_updates(tmp_path):
   by_name = {row["method"]: row for row in rows}
   assert {k: (x["samples"], x["updates"]) for k, x in by_name.items()} == {
     "sft": (0, 0),
-    "dpo": (16, 8),
-    "dpo_iter_1": (8, 4),
-    "dpo_iter_2": (16, 8),
+    "dpo": (32, 8),
+    "dpo_iter_1": (16, 4),
+    "dpo_iter_2": (32, 8),
     "ppo_64 (equal updates)": (16, 8),
     "ppo_64": (32, 16),
     "+norm (equal updates)": (16, 8),
@@ -218,23 +226,36 @@ def test_preference_compares_equal_samples_and_equal_updates(tmp_path):
     "+512, beta 0.0": (32, 8),
     "+512, beta 0.1": (32, 8),
   }
-  full = paper_preference.Sizes()
-  assert full.num_prompts * full.samples == full.num_samples
-  assert full.num_prompts % full.rounds == full.num_updates % full.rounds == 0
+  for found in (paper_preference.Sizes(), paper_preference._QUICK):
+    assert found.num_prompts * found.samples == found.num_samples
+    assert found.num_prompts % found.rounds == 0
+    assert found.num_updates % found.rounds == 0
+    # At least one pass over the pairs, of which a question has at most one.
+    assert found.num_updates * found.pairs_per_update >= found.num_prompts
+  assert by_name["dpo"]["passes"] == 8 * 8 / 4
+  assert by_name["dpo_iter_2"]["passes"] == 4 * 8 / 4
+  assert by_name["+ema"]["passes"] == 0
   # The reference of a round is the policy of the round before.
   first = launch.flags("dpo_iter_1")
   assert first["warm_start.checkpoint"].endswith("/sft/params")
   second = launch.flags("dpo_iter_2")
   assert second["warm_start.checkpoint"].endswith("/dpo_iter_1/params")
   assert first["task.dataset"] != second["task.dataset"]
+  assert first["preference.rows_per_batch"] == "8"
   plain, ema = launch.flags("ppo_64"), launch.flags("ppo_512_norm_ema")
   assert plain["algorithm.advantage_scale"] == "none"
   assert ema["algorithm.advantage_scale"] == "batch_std"
+  # A run that is stopped after every step still keeps the one that is asked.
+  for flags in (plain, ema):
+    kept = int(flags["run.keep_checkpoints"])
+    assert kept >= int(flags["train.num_steps"])
   assert "algorithm.reference_every" not in plain
   assert ema["algorithm.reference_every"] == "1"
   assert "algorithm.kl_coef" not in launch.flags("ppo_beta_0.0")
   assert by_name["sft"]["kl"] == 0 and by_name["dpo"]["kl"] == 1
-  assert {x["holds"] for x in claims} == {False}  # all answer alike
+  # All answer alike, and nothing is better than anything.
+  assert {x["verdict"] for x in claims} == {paper_study.FAILS}
+  assert not any(paper_study.BY_QUESTION in row for row in rows)
 
 
 def test_rewards_are_those_of_the_model_that_a_rule_names(tmp_path):
@@ -271,9 +292,14 @@ def test_rewards_are_those_of_the_model_that_a_rule_names(tmp_path):
   ]
   assert rows[0]["steps"] == 3 and rows[0]["repeated"] == pytest.approx(1 / 3)
   assert rows[0]["process_sum"] == pytest.approx(3 * 0.75)
-  holds = {x["claim"]: x["holds"] for x in claims}
-  assert sum(holds.values()) == 4  # nothing is lost, and nothing grows
+  verdicts = [x["verdict"] for x in claims]
+  assert verdicts.count(paper_study.HOLDS) == 4  # nothing is lost, or grows
+  assert verdicts.count(paper_study.FAILS) == 2
   assert len(of_repeats) == 4
+  # What is there is read without a server.
+  num_served = models.num_served
+  paper_rewards.run(study)
+  assert models.num_served == num_served > 0
   full = paper_rewards.Sizes()
   assert len({*full.further, *paper_rewards.RULES}) == 6 + 8
 
@@ -302,12 +328,15 @@ def test_rows_are_means_over_the_seeds(tmp_path):
   by_name = {row["method"]: row for row in rows}
   assert by_name["+512"]["num_seeds"] == 2
   assert by_name["+512, beta 0.1"]["num_seeds"] == 1
-  row = paper_study.mean_row(
-    {"a": 1}, [{"x": 1.0, "kl": None}, {"x": 3.0, "kl": 2.0}], "x"
-  )
+  of_seeds = [
+    {"x": 1.0, "kl": None, "by_question": {"x": [0.0, 2.0]}},
+    {"x": 3.0, "kl": 2.0, "by_question": {"x": [3.0, 3.0]}},
+  ]
+  row = paper_study.mean_row({"a": 1}, of_seeds, "x")
   assert row == {
     **{"a": 1, "num_seeds": 2, "x": 2.0, "kl": None},
     **{"x_std": pytest.approx(2**0.5), "seeds": [1.0, 3.0]},
+    "by_question": {"x": [0.0, 2.0, 3.0, 3.0]},
   }
 
 
@@ -323,6 +352,222 @@ def test_pass_at_5_is_that_of_the_answers_to_each_question():
     "tokens": 4,
     "truncated": 1,
   }
+
+
+# -- claims --------------------------------------------------------------------
+
+
+def values(mean, num_questions=400):
+  """Values of questions with this mean, that differ by the same noise."""
+  noise = np.random.default_rng(0).normal(0.0, 0.1, num_questions)
+  return (mean + noise - noise.mean()).tolist()
+
+
+def made_up(column, means, name, num_questions=400):
+  """Rows of these means, by the column `name`."""
+  return [
+    {
+      name: key,
+      column: mean,
+      "by_question": {column: values(mean, num_questions)},
+    }
+    for key, mean in means.items()
+  ]
+
+
+_AS_THE_PAPER = {
+  **{"sft": 0.386, "dpo": 0.35, "dpo_iter_1": 0.36, "dpo_iter_2": 0.342},
+  **{"ppo_64": 0.18, "+norm (equal updates)": 0.2, "+norm": 0.381},
+  **{"+512": 0.423, "+ema": 0.444, "+512, beta 0.0": 0.4},
+  **{"+512, beta 0.1": 0.423, "+512, beta 0.2": 0.41},
+}
+
+
+@pytest.mark.parametrize(
+  ("changes", "violated"),
+  [
+    ({}, []),
+    ({"ppo_64": 0.387, "+norm": 0.4}, [0]),
+    ({"+norm": 0.17}, [1]),
+    ({"+512": 0.37}, [1]),
+    ({"+ema": 0.41}, [1]),
+    ({"+norm (equal updates)": 0.43}, [2]),
+    ({"dpo": 0.39}, [3]),
+    ({"dpo_iter_2": 0.39}, [3]),
+    # The first round counts too, and only +ema stands for PPO.
+    ({"dpo_iter_1": 0.45}, [4]),
+    ({"+512": 0.5, "+ema": 0.34}, [1, 4]),
+    ({"+512, beta 0.2": 0.43}, [5]),
+    ({"+512, beta 0.0": 0.43}, [5]),
+  ],
+)
+def test_a_claim_about_preferences_holds_as_long_as_it_is_true(
+  changes, violated
+):
+  rows = made_up("pass@5", _AS_THE_PAPER | changes, "method")
+  claims = paper_preference.claims(rows)
+  assert len(claims) == 6
+  for number, claim in enumerate(claims):
+    is_violated = number in violated
+    expected = paper_study.FAILS if is_violated else paper_study.HOLDS
+    assert claim["verdict"] == expected, claim
+
+
+def test_dpo_with_another_beta_and_one_seed_is_compared_by_its_questions():
+  rows = made_up("pass@5", _AS_THE_PAPER, "method")
+  for mean, expected in ((0.4, paper_study.HOLDS), (0.5, paper_study.FAILS)):
+    of_one = made_up("pass@5", {"dpo, beta 0.2": mean}, "method")
+    # The others have a second seed, in whose questions nobody differs.
+    both = [
+      row
+      | {
+        "by_question": {
+          "pass@5": row["by_question"]["pass@5"] + values(row["pass@5"])
+        }
+      }
+      for row in rows
+    ]
+    claim = paper_preference.claims([*both, *of_one])[4]
+    assert claim["verdict"] == expected
+    mean_difference, low, high = claim["differences"]["+ema - dpo, beta 0.2"]
+    assert mean_difference == pytest.approx(0.444 - mean)
+    assert low <= mean_difference <= high
+
+
+_OF_REWARDS = {
+  "greedy": {
+    **{"sft": 0.25, "success": 0.306, "+outcome": 0.306, "+process": 0.112},
+    **{"+clip": 0.3, "+delta": 0.307, "+clip_delta": 0.314},
+  },
+  "steps": {
+    **{"sft": 5.0, "success": 5.0, "+outcome": 5.0, "+process": 9.0},
+    **{"+clip": 5.0, "+delta": 5.0, "+clip_delta": 5.1},
+  },
+}
+_OF_REPEATS = {
+  "+process": [1.0, 1.1, 1.2, 1.4, 1.8],
+  "+clip": [1.0, 0.9, 0.8, 0.6, 0.2],
+  "+delta": [1.0] * 5,
+  "+clip_delta": [1.0] * 5,
+}
+
+
+@pytest.mark.parametrize(
+  ("greedy", "steps", "repeats", "violated"),
+  [
+    ({}, {}, {}, []),
+    ({"+process": 0.25}, {}, {}, [0]),
+    ({}, {"+process": 7.0}, {}, [1]),
+    ({"+clip_delta": 0.29}, {}, {}, [2]),
+    ({}, {"+clip_delta": 5.8}, {}, [3]),
+    ({}, {"+clip_delta": 4.2}, {}, [3]),
+    ({"+outcome": 0.35}, {}, {}, [4]),
+    ({"+outcome": 0.26}, {}, {}, [4]),
+    ({}, {}, {"+process": [1.0, 1.1, 1.05, 1.4, 1.8]}, [5]),
+    ({}, {}, {"+delta": [1.0, 1.0, 1.0, 1.0, 1.1]}, [5]),
+  ],
+)
+def test_a_claim_about_rewards_holds_as_long_as_it_is_true(
+  greedy, steps, repeats, violated
+):
+  rows = made_up("greedy", _OF_REWARDS["greedy"] | greedy, "reward")
+  of_steps = made_up("steps", _OF_REWARDS["steps"] | steps, "reward")
+  for row, other in zip(rows, of_steps, strict=True):
+    row["steps"] = other["steps"]
+    row["by_question"] |= other["by_question"]
+  of_repeats = []
+  for shape, means in (_OF_REPEATS | repeats).items():
+    named = dict(
+      zip((f"n={n}" for n in paper_rewards.REPEATS), means, strict=True)
+    )
+    found = {column: values(mean) for column, mean in named.items()}
+    of_repeats.append({"reward": shape, **named, "by_question": found})
+  claims = paper_rewards.claims(rows, of_repeats)
+  assert len(claims) == 6
+  for number, claim in enumerate(claims):
+    is_violated = number in violated
+    expected = paper_study.FAILS if is_violated else paper_study.HOLDS
+    assert claim["verdict"] == expected, claim
+
+
+def test_what_the_questions_do_not_tell_apart_is_not_decided():
+  rng = np.random.default_rng(1)
+  first, second = (
+    (rng.random(400) < chance).astype(float) for chance in (0.5, 0.5)
+  )
+  verdicts = []
+  for bounds in ({"above": 0.0}, {"above": -0.5}, {"above": 0.5}):
+    claim = paper_study.claim(
+      *("a claim", "a number", {}),
+      [
+        paper_study.difference(
+          "x - y", first.tolist(), second.tolist(), **bounds
+        )
+      ],
+    )
+    verdicts.append(claim["verdict"])
+    found, low, high = claim["differences"]["x - y"]
+    assert found == pytest.approx(float((first - second).mean()))
+    # The normal interval of a mean of paired differences.
+    error = 1.96 * (first - second).std() / 20
+    assert (found - low, high - found) == pytest.approx((error, error), rel=0.1)
+  assert verdicts == [paper_study.OPEN, paper_study.HOLDS, paper_study.FAILS]
+  # One condition that fails decides, and one that is open does not.
+  conditions = [
+    paper_study.difference("x", [1.0, 1.1], [0.0, 0.0], above=0.0),
+    paper_study.difference("y", [1.0, -1.0], [0.0, 0.0], above=0.0),
+    paper_study.difference("z", [-1.0, -1.1], [0.0, 0.0], above=0.0),
+  ]
+  for count, expected in ((2, paper_study.OPEN), (3, paper_study.FAILS)):
+    claim = paper_study.claim("a claim", "", {}, conditions[:count])
+    assert claim["verdict"] == expected
+
+
+# -- models --------------------------------------------------------------------
+
+
+def test_the_divergence_is_the_mean_difference_of_summed_logprobs(tmp_path):
+  workdir = stored_run.write(tmp_path / "run")
+  of_step, newest = stored_run.STEPS
+  first, second = (
+    jaxrl_async.load(workdir, step=step) for step in (of_step, newest)
+  )
+  prompts = [f"{n}+1=\n" for n in range(6)]
+  given = first.generate(prompts, max_tokens=8, seed=3)
+  answers = [
+    {
+      "prompt": prompt,
+      "completion": x.text,
+      "num_tokens": len(x.tokens),
+      "finish_reason": x.finish_reason.value,
+    }
+    for prompt, x in zip(prompts, given, strict=True)
+  ]
+  # Special tokens are not in a text.
+  is_whole = [
+    len(first.tokenizer.encode(x.text)) + (x.finish_reason.value == "eos")
+    == len(x.tokens)
+    for x in given
+  ]
+  kept = [
+    pair
+    for pair, whole in zip(
+      zip(prompts, given, strict=True), is_whole, strict=True
+    )
+    if whole
+  ]
+  assert len(kept) > 2
+  own, other = (
+    [float(x.sum()) for x in policy.logprobs(kept)]
+    for policy in (first, second)
+  )
+  ratios = np.array(own) - np.array(other)
+  found = paper_models.divergence(str(workdir), of_step, str(workdir), answers)
+  assert found["kl"] == pytest.approx(ratios.mean(), rel=1e-4)
+  assert found["kl_error"] == pytest.approx(
+    ratios.std() / len(ratios) ** 0.5, rel=1e-4
+  )
+  assert abs(found["kl"]) > 0.01
 
 
 # -- the program ---------------------------------------------------------------
@@ -349,7 +594,8 @@ def test_every_stage_runs_and_a_killed_program_goes_on(paper, tmp_path):
   said = json.loads(again.stdout.splitlines()[-1])
   assert said["paper"] == paper
   assert len(said["rows"]) == (12 if paper == "preference" else 8)
-  assert all(isinstance(x["holds"], bool) for x in said["claims"])
+  verdicts = {paper_study.HOLDS, paper_study.FAILS, paper_study.OPEN}
+  assert all(x["verdict"] in verdicts for x in said["claims"])
   if paper == "preference":
     # The policy's divergence from itself.
     assert said["rows"][0]["kl"] in (None, pytest.approx(0.0, abs=1e-3))
