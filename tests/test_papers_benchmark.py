@@ -18,6 +18,8 @@ import pytest
 import stored_run
 
 import jaxrl_async
+from jaxrl_async import types
+from jaxrl_async.policies import policy as policy_lib
 from jaxrl_async.storage import columns
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -431,7 +433,7 @@ def test_dpo_with_another_beta_and_one_seed_is_compared_by_its_questions():
     assert claim["verdict"] == expected
     mean_difference, low, high = claim["differences"]["+ema - dpo, beta 0.2"]
     assert mean_difference == pytest.approx(0.444 - mean)
-    assert low <= mean_difference <= high
+    assert (low, high) == pytest.approx((0.444 - mean,) * 2)  # one noise
 
 
 _OF_REWARDS = {
@@ -529,44 +531,46 @@ def test_what_the_questions_do_not_tell_apart_is_not_decided():
 def test_the_divergence_is_the_mean_difference_of_summed_logprobs(tmp_path):
   workdir = stored_run.write(tmp_path / "run")
   of_step, newest = stored_run.STEPS
-  first, second = (
-    jaxrl_async.load(workdir, step=step) for step in (of_step, newest)
-  )
-  prompts = [f"{n}+1=\n" for n in range(6)]
-  given = first.generate(prompts, max_tokens=8, seed=3)
+  texts = [("1+1=", "2", "eos"), ("2+3=", "5+5", "length"), ("7=", "77", "eos")]
+  sums = []
+  for step in (of_step, newest):
+    policy = jaxrl_async.load(workdir, step=step)
+    completions = []
+    for _, text, reason in texts:
+      tokens = policy.tokenizer.encode(text)
+      if reason == "eos":
+        tokens = np.append(tokens, np.int32(policy.tokenizer.eos_id))
+      completions.append(
+        policy_lib.Completion(
+          text=text,
+          tokens=tokens,
+          logprobs=np.zeros(len(tokens), np.float32),
+          finish_reason=types.FinishReason(reason),
+        )
+      )
+    pairs = [
+      (prompt, x) for (prompt, _, _), x in zip(texts, completions, strict=True)
+    ]
+    logprobs = policy.logprobs(pairs)
+    assert [len(x) for x in logprobs] == [2, 3, 3]
+    sums.append([float(x.sum()) for x in logprobs])
+  ratios = np.subtract(*sums)
   answers = [
     {
       "prompt": prompt,
-      "completion": x.text,
-      "num_tokens": len(x.tokens),
-      "finish_reason": x.finish_reason.value,
+      "completion": text,
+      "num_tokens": len(text) + (reason == "eos"),
+      "finish_reason": reason,
     }
-    for prompt, x in zip(prompts, given, strict=True)
+    for prompt, text, reason in texts
   ]
-  # Special tokens are not in a text.
-  is_whole = [
-    len(first.tokenizer.encode(x.text)) + (x.finish_reason.value == "eos")
-    == len(x.tokens)
-    for x in given
-  ]
-  kept = [
-    pair
-    for pair, whole in zip(
-      zip(prompts, given, strict=True), is_whole, strict=True
-    )
-    if whole
-  ]
-  assert len(kept) > 2
-  own, other = (
-    [float(x.sum()) for x in policy.logprobs(kept)]
-    for policy in (first, second)
-  )
-  ratios = np.array(own) - np.array(other)
+  # A special token that is not in its text leaves an answer out.
+  answers.append({**answers[1], "num_tokens": 9})
   found = paper_models.divergence(str(workdir), of_step, str(workdir), answers)
-  assert found["kl"] == pytest.approx(ratios.mean(), rel=1e-4)
-  assert found["kl_error"] == pytest.approx(
-    ratios.std() / len(ratios) ** 0.5, rel=1e-4
-  )
+  assert found == {
+    "kl": pytest.approx(ratios.mean(), rel=1e-4),
+    "kl_error": pytest.approx(ratios.std() / 3**0.5, rel=1e-4),
+  }
   assert abs(found["kl"]) > 0.01
 
 
