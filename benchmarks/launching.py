@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from jaxrl_async.reporting import metrics as metrics_lib
+from jaxrl_async.storage import disk
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -60,17 +61,42 @@ def launch_once(
     The JSON of the script's last line.
   """
   arguments = f"--workdir={directory / name}", *arguments
+  return once(
+    directory, name, [script, *arguments], lambda: launch(script, *arguments)
+  )
+
+
+def once(
+  directory: pathlib.Path,
+  name: str,
+  made_from: list[Any],
+  make: Callable[[], dict[str, Any]],
+) -> dict[str, Any]:
+  """Return a result that is kept in DIRECTORY, and made if it is not there.
+
+  Args:
+    directory: of all results.
+    name: of this one.
+    made_from: what it depends on, which JSON can hold. A result of something
+      else is refused.
+    make: makes it. Where that was stopped, it is called again.
+  """
   directory.mkdir(parents=True, exist_ok=True)
   settings = directory / f"{name}.json"
   if not settings.exists():
-    settings.write_text(json.dumps([script, *arguments]))
-  if json.loads(settings.read_text()) != [script, *arguments]:
-    sys.exit(f"error: {settings} has other settings; use another --directory")
+    disk.replace_text(settings, json.dumps(made_from))
+  if json.loads(settings.read_text()) != made_from:
+    sys.exit(f"error: {settings} has other settings; use another directory")
   result = _result(directory, name)
   if not result.exists():
     print(name, file=sys.stderr)
-    result.write_text(json.dumps(launch(script, *arguments)))
+    disk.replace_text(result, json.dumps(make()))
   return json.loads(result.read_text())
+
+
+def is_made(directory: pathlib.Path, name: str) -> bool:
+  """Return whether DIRECTORY has the result NAME."""
+  return _result(directory, name).exists()
 
 
 def after_warm_start(

@@ -232,7 +232,7 @@ def test_a_result_is_never_that_of_other_settings(tmp_path):
   launch = launched_runs.Launches()
   made(comparison(tmp_path), launch)
   other = comparison(tmp_path, num_steps=9)
-  with pytest.raises(SystemExit, match="other settings; use another --dir"):
+  with pytest.raises(SystemExit, match="other settings; use another dir"):
     made(other, launch)
   # Another table or task has runs of its own.
   for changes in ({"table": "rates"}, {"task": "sort"}):

@@ -392,6 +392,7 @@ MODELS = {
     97, 96, 3, 4, 2, 24, 256
   ),  # other small runs of configs/
   "reasoning": _own(97, 128, 3, 4, 2, 32, 384),  # configs/reasoning.py
+  "half-million": _own(97, 128, 3, 4, 2, 32, 320),  # configs/papers.py
   "small": _own(97, 64, 2, 4, 2, 16, 256),  # for a large vocabulary on a CPU
   "qwen2-0.5b": _qwen2(151_936, 896, 24, 14, 2, 64, 4_864),
   "qwen2-1.5b": _qwen2(151_936, 1_536, 28, 12, 2, 128, 8_960),
