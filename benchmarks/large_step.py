@@ -59,6 +59,7 @@ import run_books
 from jaxrl_async import types
 from jaxrl_async.buffer import buffer as buffer_lib
 from jaxrl_async.config import sections
+from jaxrl_async.models import configs
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import completion as completion_lib
 from jaxrl_async.rewards import scoring
@@ -234,7 +235,9 @@ class Run:
     algorithm = config.algorithm
     self._buffer = buffer_lib.Buffer(algorithm.groups_per_step, 1)
     with self.times.of("check"):
-      found = resume.find(config, workdir, lambda text: None)
+      found = resume.find(
+        config, configs.MODELS["tiny"], workdir, lambda text: None
+      )
     stored: dict[str, Any] = {}
     running: list[types.RolloutGroup] = []
     if found.step is not None:
