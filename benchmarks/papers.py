@@ -11,8 +11,8 @@ The studies, one for each value of --paper:
     rewards     learned rewards beside success (arXiv:2410.15115): of outcomes,
                 of steps, and of steps with clip and delta
 
-docs/papers.md says what each does, and where it differs from its paper. The
-models have half a million parameters, and the questions are sums that are
+docs/project/papers.md says what each does, and where it differs from its paper.
+The models have half a million parameters, and the questions are sums that are
 worked out with one operation a line.
 
 Everything is kept in --workdir. A command that was stopped, in whatever way,

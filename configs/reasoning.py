@@ -7,7 +7,7 @@ uv run launch/evaluate.py --checkpoint=/tmp/reasoning --output=/tmp/curve \
 The variants, after a colon, are the rewards that arXiv:2506.07104 compares:
 outcome (the default), length_penalty, fixed (a third of the tokens), and
 exponential, uniform and oracle, the budgets of thought that are scored
-(docs/algorithms.md).
+(docs/reference/algorithms.md).
 
 A run takes 5 to 10 minutes on two CPU cores. That is too short for a result: in
 one run each, beside other work, the sampled held-out accuracy rose from 0.25 to

@@ -7,8 +7,8 @@ This asks the held-out questions of a run. Any other dataset is named by
 format can be evaluated as well. --config.SECTION.FIELD=VALUE changes one
 setting of the run, for example --config.task.reward=mathematics. OUTPUT gets
 every completion and the results. The same command continues an evaluation that
-was stopped. docs/evaluation.md explains the numbers. The last line on stdout is
-JSON.
+was stopped. docs/how-to/evaluation.md explains the numbers. The last line on
+stdout is JSON.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment

@@ -8,8 +8,8 @@ with the checkpoint of that step, if there is one. The first difference ends the
 replay with exit status 1. Nothing is written to the workdir.
 
 The last line on stdout is JSON: `bit_exact`, and what was replayed and
-compared, or the `difference`. docs/replay.md has its keys, and says what can be
-replayed. Scripts call `jaxrl_async.replay`.
+compared, or the `difference`. docs/how-to/replay.md has its keys, and says what
+can be replayed. Scripts call `jaxrl_async.replay`.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment

@@ -8,7 +8,7 @@
 The controller's buffer, its bound on staleness and its batches are simulated
 with the rates of a preset: synchronous, overlapped by one step, and
 asynchronous under several bounds. Flags replace single numbers of the preset.
-docs/scaling.md says where the rates come from and how far they can be
+docs/project/scaling.md says where the rates come from and how far they can be
 trusted. With --workdir the rates are those of a run that was measured, and the
 table has the best split of its devices for each bound instead. With --paper it
 has what AReaL's paper reports beside the same simulated, in about two minutes,

@@ -1,4 +1,4 @@
-"""The interface for scripts, and the program that docs/api.md prints."""
+"""The interface for scripts, and the program of docs/reference/python.md."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.types import FinishReason
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "api.md").read_text()
+PAGE = (ROOT / "docs/reference/python.md").read_text()
 (PROGRAM,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -216,7 +216,7 @@ def test_a_platform_that_gives_no_devices_is_one_line():
 
 
 def test_the_config_of_the_page_works_from_any_folder(tmp_path, monkeypatch):
-  page = (ROOT / "docs" / "running.md").read_text()
+  page = (ROOT / "docs/how-to/running.md").read_text()
   blocks = re.findall(r"(?s)```python\n(.*?)```", page)
   (text,) = [block for block in blocks if "def get_config" in block]
   monkeypatch.chdir(tmp_path)

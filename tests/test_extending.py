@@ -1,4 +1,4 @@
-"""The programs of docs/extending.md, run as they are printed there."""
+"""The programs of docs/how-to/extending.md, run as they are printed there."""
 
 import json
 import os
@@ -17,7 +17,7 @@ PROGRAMS = {
   re.match(r'"""(\w+)\.py:', program)[1]: program
   for program in re.findall(
     r"```python\n(.*?)```",
-    (ROOT / "docs" / "extending.md").read_text(),
+    (ROOT / "docs/how-to/extending.md").read_text(),
     re.DOTALL,
   )
 }
@@ -33,7 +33,7 @@ SEEN = {
 
 def on_a_cpu():
   """The variables that the page sets."""
-  text = (ROOT / "docs" / "extending.md").read_text()
+  text = (ROOT / "docs/how-to/extending.md").read_text()
   (line,) = re.findall(r"^    export (.*)$", text, re.MULTILINE)
   return dict(setting.split("=") for setting in line.split())
 

@@ -1,4 +1,4 @@
-"""The environment that docs/environments.md prints, as it is printed there."""
+"""The environment of docs/how-to/environments.md, as it is printed there."""
 
 import asyncio
 import importlib
@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 TOKENIZER = tokenizer_lib.character_level()
 (PROGRAM,) = re.findall(
   r"```python\n(.*?)```",
-  (ROOT / "docs" / "environments.md").read_text(),
+  (ROOT / "docs/how-to/environments.md").read_text(),
   re.DOTALL,
 )
 

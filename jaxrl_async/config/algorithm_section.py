@@ -195,7 +195,9 @@ def has_no_critic(section: Any, config: Any) -> str:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class AlgorithmSection:
-  """The algorithm; docs/algorithms.md has the equation of each choice.
+  """The algorithm.
+
+  docs/reference/algorithms.md has the equation of each choice.
 
   The defaults are AReaL's: advantages relative to the group, and the decoupled
   PPO loss. `config.algorithms` has the settings of other methods.

@@ -474,7 +474,7 @@ class EvalSection:
     needs=("dataset",),
     free="each has metrics of its own name; nothing stored depends on it",
   )
-  """Further sets of questions by name; docs/evaluation.md explains them."""
+  """Further sets of questions by name; see docs/how-to/evaluation.md."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
