@@ -46,7 +46,7 @@ CONFIG = config_flags.DEFINE_config_file(
   None,
   "Python file with get_config(), such as configs/quickstart.py. A variant may"
   " follow after a colon. --config.SECTION.FIELD=VALUE, placed after it, sets"
-  " one field. jaxrl_async/config/sections.py lists the fields.",
+  " one field. docs/reference/settings.md has all fields.",
 )
 WORKDIR = flags.DEFINE_string(
   "workdir", "", "Directory that holds everything the run writes."

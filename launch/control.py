@@ -1,6 +1,6 @@
 """Train a policy of observations in one of Gymnasium's environments.
 
-python launch/control.py --config=configs/cartpole.py --workdir=/tmp/cartpole
+uv run launch/control.py --config=configs/cartpole.py --workdir=/tmp/cartpole
 
 It needs the extra gym. WORKDIR/metrics.jsonl gets a line for each train step.
 The same command on the same workdir continues from its newest checkpoint. The

@@ -1,6 +1,6 @@
 """Evaluate a policy: answer the questions of a dataset, several times each.
 
-python launch/evaluate.py --checkpoint=/tmp/quickstart --output=/tmp/evaluation
+uv run launch/evaluate.py --checkpoint=/tmp/quickstart --output=/tmp/evaluation
 
 This asks the held-out questions of a run. Any other dataset is named by
 --dataset, for example jsonl:test.jsonl, and a directory in Hugging Face's

@@ -1,9 +1,9 @@
 """Predict the throughput of a cluster, without its devices.
 
-    python launch/simulate.py --preset=areal_1p5b
-    python launch/simulate.py --workdir=RUN
-    python launch/simulate.py --paper
-    python launch/simulate.py --slices
+    uv run launch/simulate.py --preset=areal_1p5b
+    uv run launch/simulate.py --workdir=RUN
+    uv run launch/simulate.py --paper
+    uv run launch/simulate.py --slices
 
 The controller's buffer, its bound on staleness and its batches are simulated
 with the rates of a preset: synchronous, overlapped by one step, and
