@@ -54,9 +54,9 @@ WORKDIR = flags.DEFINE_string(
 _COMPILE_CACHE = flags.DEFINE_string(
   "compile_cache",
   "",
-  "Directory for XLA's compiled programs. By default it is that of"
-  " JAX_COMPILATION_CACHE_DIR, else in the workdir, and for a server in the"
-  " user's cache directory.",
+  "Directory for XLA's compiled programs. By default"
+  " JAX_COMPILATION_CACHE_DIR, else a folder of the workdir, and for a server a"
+  " folder of the user's cache.",
 )
 
 _LONGEST_LINE = 600  # characters of an error; long values are cut

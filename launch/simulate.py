@@ -9,7 +9,7 @@ The controller's buffer, its bound on staleness and its batches are simulated
 with the rates of a preset: synchronous, overlapped by one step, and
 asynchronous under several bounds. Flags replace single numbers of the preset.
 docs/project/scaling.md says where the rates come from and how far they can be
-trusted. With --workdir the rates are those of a run that was measured, and the
+trusted. With --workdir the rates come from a run that was measured, and the
 table has the best split of its devices for each bound instead. With --paper it
 has what AReaL's paper reports beside the same simulated, in about two minutes,
 and with --slices how fast TPU slices of 16 to 4,096 chips would train, in about
@@ -66,7 +66,7 @@ _GROUPS = flags.DEFINE_integer(
   "groups_per_step", 0, "Groups of a train step; 0 is the preset's.", 0
 )
 _OTHER = flags.DEFINE_string(
-  "other_workdir", "", "A run like that of --workdir, but with other slots."
+  "other_workdir", "", "A run like the one of --workdir, but with other slots."
 )
 _STEPS = flags.DEFINE_integer("steps", 24, "Train steps to simulate.", 12)
 _TPU_CHIPS = 64

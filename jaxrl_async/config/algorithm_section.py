@@ -36,7 +36,7 @@ SCHEDULES = (
 class AdvantageScale(enum.Enum):
   """The divisor of rewards minus their baseline.
 
-  STD is the standard deviation of the group, and BATCH_STD that of the whole
+  STD is the standard deviation of the group, and BATCH_STD of the whole
   batch. Where tokens of a trajectory differ, as those of gae do, BATCH_STD also
   subtracts the mean of the batch's tokens.
   """
@@ -259,7 +259,7 @@ class AlgorithmSection:
   )
   """Temperature of sapo's gate elsewhere."""
   aggregation: Aggregation = setting(Aggregation.TOKEN_MEAN, unread=(_AVERAGE,))
-  """From the losses of tokens to that of a minibatch."""
+  """From the losses of tokens to the loss of a minibatch."""
   aggregation_tokens: int = setting(0, low=0, unread=(_CONSTANT,))
   """The constant of SEQUENCE_SUM; 0 takes rollout.max_completion_tokens."""
   proximal: ProximalMode = setting(ProximalMode.RECOMPUTE)
