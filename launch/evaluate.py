@@ -69,7 +69,9 @@ _END = flags.DEFINE_string(
   "end", "", "Text with which a thought ends, with --budgets."
 )
 _FORCED_SUFFIX = flags.DEFINE_string(
-  "forced_suffix", "", "Text before a forced answer; by default of --end."
+  "forced_suffix",
+  "",
+  "Text before a forced answer; by default the text of --end.",
 )
 _FORCED_TOKENS = flags.DEFINE_integer(
   "forced_tokens",
