@@ -121,7 +121,7 @@ def test_a_solution_has_a_true_line_for_each_operation_and_the_answer():
     for line in lines:
       left, right = line.split("=")
       assert eval(left) == int(right) and left.startswith(before)
-      assert 0 <= int(right) <= 19
+      assert 0 <= int(right) <= 9
       before = right
 
 
