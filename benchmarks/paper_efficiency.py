@@ -1,7 +1,7 @@
 """How long to think, arXiv:2506.07104: the study `efficiency`, on sums.
 
-For each seed a policy from a teacher who errs, and writes every line twice on
-average. Then runs of configs/reasoning.py from this policy, with these rewards:
+For each seed a policy from a teacher who errs, and writes some lines more than
+once. Then runs of configs/reasoning.py from this policy, with these rewards:
 
     outcome          1 for a right answer
     length_penalty   less for each token of it
@@ -61,7 +61,7 @@ class Sizes:
     grid: budgets at which curves are measured.
   """
 
-  warm_start_steps: int = 200
+  warm_start_steps: int = 400
   num_steps: int = 40
   groups_per_step: int = 16
   num_questions: int = 256
@@ -103,7 +103,7 @@ class _Seed:
 
   def __init__(self, study: paper_study.Study, seed: int):
     self._study, self._seed, self._sizes = study, seed, sizes(study)
-    study.data(seed, num_operations=4, corrupted_frac=0.25, restated_frac=0.5)
+    study.data(seed, num_operations=4, corrupted_frac=0.25, restated_frac=0.4)
     fields = {"warm_start.num_steps": self._sizes.warm_start_steps}
     result = self._launch("sft.py", SFT, METHODS[0], fields)
     self._sft = result["params"]
