@@ -62,7 +62,7 @@ class Sizes:
   """
 
   warm_start_steps: int = 400
-  num_steps: int = 40
+  num_steps: int = 80
   groups_per_step: int = 16
   num_questions: int = 256
   num_answers: int = 4
