@@ -5,7 +5,7 @@ uv run launch/evaluate.py --checkpoint=/tmp/reasoning --output=/tmp/curve \
   --budgets=0,4,8,16,32,64 --end='#' --samples=4
 
 The variants, after a colon, are the rewards that arXiv:2506.07104 compares:
-outcome (the default), length_penalty, fixed (a quarter of the tokens), and
+outcome (the default), length_penalty, fixed (a third of the tokens), and
 exponential, uniform and oracle, the budgets of thought that are scored
 (docs/algorithms.md).
 
@@ -111,7 +111,7 @@ def get_config(variant: str = "") -> sections.Config:
     rollout=sections.RolloutSection(
       num_slots=64,
       max_prompt_tokens=24,
-      max_completion_tokens=LONGEST // 4 if variant == "fixed" else LONGEST,
+      max_completion_tokens=LONGEST // 3 if variant == "fixed" else LONGEST,
       cache_tokens=120,
       decode_steps_per_call=8,
       prefill_rows=16,
