@@ -43,7 +43,7 @@ PROJECTIONS = {
 }
 
 
-class Norms(enum.Enum):
+class Norms(enum.StrEnum):
   """Where the norms of a layer are: before or after each half, or both."""
 
   BEFORE = "before"
