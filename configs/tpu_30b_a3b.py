@@ -3,8 +3,8 @@
     uv run launch/train.py --dry_run --topology=v5p:4x4x4 \
       --config=configs/tpu_30b_a3b.py:8k@v5p:4x4x4
 
-Variants are those of tpu_1p5b.py, for the slices v5p:4x4x4 and v6e:8x8. Each
-chip of a replica generates with a quarter of the experts, whole ones.
+Variants are those of tpu_1p5b.py, for the slice v5p:4x4x4. Each chip of a
+replica generates with a quarter of the experts, whole ones.
 """
 
 import pathlib
@@ -18,10 +18,9 @@ _RULES = sections.ShardingRules(
   batch=("data",), embed=(), tokens=(), mlp=(), experts=("tensor",)
 )
 SLICES = {
-  slice_name: sections.MeshSection(
+  "v5p:4x4x4": sections.MeshSection(
     train_fsdp=32, rollout_data=8, rollout_tensor=4, rollout_rules=_RULES
-  )
-  for slice_name in ("v5p:4x4x4", "v6e:8x8")
+  ),
 }
 
 

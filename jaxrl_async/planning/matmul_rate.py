@@ -39,9 +39,8 @@ def model_flops(
   6 per token and parameter that it uses, without an embedding that is only
   looked up, plus 12 per layer, head, element of a head, and pair of tokens of
   which one sees the other. Tokens outside of a layer's sliding window are not
-  seen.
-  Activations that are computed twice count once. A base under LoRA's adapters
-  has no gradient of its own, so its parameters count 4.
+  seen. Activations that are computed twice count once. A base under LoRA's
+  adapters has no gradient of its own, so its parameters count 4.
 
   Args:
     model: the architecture.
