@@ -21,7 +21,7 @@ MODEL = dataclasses.replace(
 NUM_STEPS = 2
 
 
-def make_trainer(shape, *, rules=mesh_lib.TRAIN_RULES, model=MODEL):
+def make_trainer(shape, *, rules=mesh_lib.TRAIN_RULES):
   """A trainer without parameters, on the first devices."""
   return trainer_lib.Trainer(
     mesh=mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape),
@@ -29,10 +29,10 @@ def make_trainer(shape, *, rules=mesh_lib.TRAIN_RULES, model=MODEL):
     # AdamW divides by a root: with a small eps the sign of a gradient that is
     # all rounding error would decide a whole step.
     models=tiny.policy_settings(
-      model,
+      MODEL,
       sections.OptimizerSection(learning_rate=1e-2, weight_decay=0.1, eps=1e-3),
     ),
-    forward=dataclasses.replace(test_train_step.FORWARD, model=model),
+    forward=dataclasses.replace(test_train_step.FORWARD, model=MODEL),
     loss=test_train_step.LOSS,
     stages=test_train_step.STAGES,
     batch=packing.BatchSettings(
@@ -51,7 +51,7 @@ def make_trainer(shape, *, rules=mesh_lib.TRAIN_RULES, model=MODEL):
 
 def train(trainer):
   """Starts from the tiny parameters; gives the arrays of each step."""
-  params = jax.tree.map(np.array, tiny.params(model=trainer.forward.model))
+  params = jax.tree.map(np.array, tiny.params(model=MODEL))
   trainer.start({train_state.POLICY: params})
   version = test_train_step.VERSION
   steps = []

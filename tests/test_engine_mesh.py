@@ -12,7 +12,6 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.engine import scheduler as scheduler_lib
-from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.reporting import metrics as metrics_lib
 
@@ -33,30 +32,28 @@ ONLY_DATA = mesh_lib.MeshShape(data=4)
 ONLY_TENSOR = mesh_lib.MeshShape(tensor=2)
 
 
-def make_engine(shape, model=MODEL, rules=mesh_lib.ROLLOUT_RULES, **sizes):
+def make_engine(shape, **sizes):
   return engine_lib.Engine(
-    model,
+    MODEL,
     dataclasses.replace(tiny.SIZES, **sizes),
     mesh=mesh_lib.make_mesh(jax.devices()[: shape.num_devices], shape),
-    rules=rules,
     seed=7,
     end_tokens=tiny.END_TOKENS,
   )
 
 
 def load(engine, seed=0):
-  model = engine.model
-  stacked = tiny.params(seed, model)
-  weights = transformer.unstack(stacked, model.num_layers)
+  stacked = tiny.params(seed, MODEL)
+  weights = transformer.unstack(stacked, MODEL.num_layers)
   return engine.load_params(weights, seed)
 
 
-def written(shape, sizes, **more):
+def written(shape, sizes):
   """Tokens, logprobs and versions of more sequences than there are slots.
 
   The weights change while they are written.
   """
-  engine = make_engine(shape, **more, **sizes)
+  engine = make_engine(shape, **sizes)
   scheduler = scheduler_lib.Scheduler(
     engine,
     kv_on_adopt=sections.KvOnAdopt.RECOMPUTE,
@@ -95,26 +92,7 @@ def on_one_device(cache):
 )
 def test_on_any_mesh_the_same_is_written(shape, cache):
   expected = on_one_device(cache)
-  check_same(written(shape, {"prefill_rows": 4, **CACHES[cache]}), expected)
-
-
-EXPERTS = dataclasses.replace(
-  MODEL, experts=configs.Experts(num_experts=4, num_per_token=2)
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "rules", [{}, {"experts": ("data", "tensor"), "mlp": ()}], ids=str
-)
-def test_experts_on_a_mesh_write_the_same(rules):
-  """Parts of each expert on every device, or whole experts on one."""
-  expected = written(mesh_lib.ONE, {}, model=EXPERTS)
-  rules = dataclasses.replace(mesh_lib.ROLLOUT_RULES, **rules)
-  check_same(written(BOTH_AXES, {}, model=EXPERTS, rules=rules), expected)
-
-
-def check_same(found, expected):
+  found = written(shape, {"prefill_rows": 4, **CACHES[cache]})
   for ours, theirs in zip(found, expected, strict=True):
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     np.testing.assert_allclose(

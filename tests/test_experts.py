@@ -10,6 +10,7 @@ import pytest
 import tiny
 
 from jaxrl_async.devices import grouped
+from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import experts as experts_lib
 from jaxrl_async.models import hf_config
@@ -121,6 +122,53 @@ def test_padding_has_no_gradient():
     lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6),
     gradient(layer_as_jax(), h),
     gradient(layer_as_jax(), other),
+  )
+
+
+@pytest.mark.parametrize(
+  "rules",
+  [
+    {},
+    {"experts": ("fsdp", "tensor"), "mlp": (), "embed": ("context",)},
+    {"experts": ("context",), "embed": ("fsdp",)},
+  ],
+  ids=str,
+)
+def test_experts_on_a_mesh_are_those_of_one_device(rules):
+  """Parts of each expert on every device, whole experts on one, or both."""
+  model = dataclasses.replace(
+    MODEL, experts=configs.Experts(num_experts=4, num_per_token=2)
+  )
+  h = random(4, 6, MODEL.model_dim)
+  weights = random(4, 6, MODEL.model_dim, seed=1)
+  shape = mesh_lib.MeshShape(fsdp=2, context=2, tensor=2)
+  layout = mesh_lib.Layout(
+    mesh=mesh_lib.make_mesh(jax.devices()[:8], shape),
+    rules=dataclasses.replace(mesh_lib.TRAIN_RULES, **rules),
+  )
+
+  def results(placement):
+    def loss(kernels, h):
+      out = experts_lib.applied(
+        model.experts, kernels, h, jax.nn.silu, "product", placement
+      )
+      return (out * weights).sum(), out
+
+    of = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    kernels = jax.tree.map(jnp.asarray, layer_of(model=model))
+    if placement is not None:
+      axes = transformer.logical_axes(model, is_stacked=False)["layers"][0]
+      own = {name: axes[name] for name in kernels}
+      kernels = jax.device_put(
+        kernels, mesh_lib.shardings(layout.mesh, layout.rules, own)
+      )
+    return jax.tree.map(np.asarray, of(kernels, jnp.asarray(h)))
+
+  placement = experts_lib.Placement(layout, ("batch", "tokens"))
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4),
+    results(placement),
+    results(None),
   )
 
 

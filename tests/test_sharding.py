@@ -25,7 +25,6 @@ from jaxrl_async.assembly import initial_params
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
-from jaxrl_async.models import configs
 from jaxrl_async.models import transformer
 from jaxrl_async.training import train_step
 
@@ -102,30 +101,6 @@ def test_other_rules_train_the_same(rules):
   _, wanted_steps, wanted_params = trained(mesh_lib.ONE)
   assert_same(steps, wanted_steps)
   assert_same(params, wanted_params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "rules",
-  [{}, {"experts": ("fsdp", "tensor"), "mlp": (), "embed": ("context",)}],
-  ids=str,
-)
-def test_experts_on_a_mesh_train_like_those_of_one_device(rules):
-  """Parts of each expert on every device, or whole experts on one."""
-  model = dataclasses.replace(
-    mesh_world.MODEL,
-    experts=configs.Experts(num_experts=4, num_per_token=2),
-  )
-  own = dataclasses.replace(mesh_lib.TRAIN_RULES, **rules)
-  found, wanted = (
-    mesh_world.make_trainer(shape, rules=own, model=model)
-    for shape in (MIXED, mesh_lib.ONE)
-  )
-  assert_same(mesh_world.train(found), mesh_world.train(wanted))
-  params = [
-    jax.tree.map(np.asarray, x.state.policy.params) for x in (found, wanted)
-  ]
-  assert_same(*params)
 
 
 @pytest.mark.slow
