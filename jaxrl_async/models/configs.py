@@ -60,7 +60,7 @@ EXPERT_KERNELS = {
 ROUTER = "mlp.gate"  # in a layer of Hugging Face's format
 
 
-class Norms(enum.Enum):
+class Norms(enum.StrEnum):
   """Where the norms of a layer are: before or after each half, or both."""
 
   BEFORE = "before"
