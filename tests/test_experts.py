@@ -63,10 +63,13 @@ def layer_as_jax():
   return {name: jnp.asarray(x) for name, x in layer_of().items()}
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def applied(h, experts=MODEL.experts):
-  kernels = layer_as_jax()
+@functools.partial(jax.jit, static_argnums=0)
+def _applied(experts, kernels, h):
   return experts_lib.applied(experts, kernels, h, jax.nn.silu, "product")
+
+
+def applied(h, experts=MODEL.experts):
+  return np.asarray(_applied(experts, layer_as_jax(), h))
 
 
 @pytest.mark.parametrize("has_normed_weights", [False, True])
@@ -75,7 +78,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(has_normed_weights):
     MODEL.experts, has_normed_weights=has_normed_weights
   )
   h, kernels = random(2, 7, MODEL.model_dim), layer_of()
-  found = np.asarray(applied(h, experts))
+  found = applied(h, experts)
   used = set()
   for index in np.ndindex(2, 7):
     scores = np.float64(h[index]) @ kernels["router"]
@@ -100,7 +103,7 @@ def test_other_tokens_change_no_bit_of_a_token():
   h = random(1, 24, MODEL.model_dim)
   crowd = h.copy()
   crowd[0, 5:] = h[0, 0] * np.linspace(0.9, 1.1, 19)[:, None]
-  before, after = np.asarray(applied(h)), np.asarray(applied(crowd))
+  before, after = applied(h), applied(crowd)
   np.testing.assert_array_equal(before[0, :5], after[0, :5])
   assert np.abs(before[0, 5:] - after[0, 5:]).max() > 1e-2
 
