@@ -14,6 +14,7 @@ from typing import Any
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import families
+from jaxrl_async.models import hf_experts
 from jaxrl_async.models import hf_values
 from jaxrl_async.storage import model_files
 
@@ -152,8 +153,8 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
     head_dim=head_dim,
-    mlp_dim=hf_values.number(settings, _mlp_dim(family), int),
-    experts=_experts(settings, family, num_layers),
+    mlp_dim=hf_values.number(settings, hf_experts.mlp_dim(family), int),
+    experts=hf_experts.experts(settings, family, num_layers),
     norm_eps=hf_values.number(settings, "rms_norm_eps", float, 1e-6),
     activation=_activation(settings, family),
     has_tied_head=hf_values.flag(settings, "tie_word_embeddings"),
@@ -190,34 +191,6 @@ def _with_defaults(
       is_other = isinstance(value, families.Same)
       found[name] = found.get(value.name) if is_other else value
   return found
-
-
-def _mlp_dim(family: families.Family) -> str:
-  return "moe_intermediate_size" if family.has_experts else "intermediate_size"
-
-
-def _experts(
-  settings: Mapping[str, Any], family: families.Family, num_layers: int
-) -> configs.Experts | None:
-  """Return the experts of every layer."""
-  if not family.has_experts:
-    return None
-  step = hf_values.number(settings, "decoder_sparse_step", int)
-  if step != 1:
-    raise ValueError(
-      f"decoder_sparse_step is {step}; only 1 is supported, with experts in all"
-      f" {num_layers} layers"
-    )
-  if dense := settings.get("mlp_only_layers"):
-    raise ValueError(
-      f"mlp_only_layers is {sections.shown(dense)}; only layers of experts are"
-      " supported"
-    )
-  return configs.Experts(
-    num_experts=hf_values.number(settings, "num_experts", int),
-    num_per_token=hf_values.number(settings, "num_experts_per_tok", int),
-    has_normed_weights=hf_values.flag(settings, "norm_topk_prob"),
-  )
 
 
 def _activation(settings: Mapping[str, Any], family: families.Family) -> str:
@@ -602,29 +575,13 @@ def _described(config: configs.ModelConfig, name: str) -> dict[str, Any]:
     "tie_word_embeddings": config.has_tied_head,
     **_rope_settings(config, family),
     **_window_settings(config, family),
-    **_expert_settings(config, family),
+    **hf_experts.settings_of(config, family),
     **{
       entry.name: None
       if getattr(config, field) is None
       else entry.write(getattr(config, field))
       for field, entry in family.reads.items()
     },
-  }
-
-
-def _expert_settings(
-  config: configs.ModelConfig, family: families.Family
-) -> dict[str, Any]:
-  experts = config.experts
-  if not family.has_experts or experts is None:
-    return {}
-  return {
-    "num_experts": experts.num_experts,
-    "num_experts_per_tok": experts.num_per_token,
-    "norm_topk_prob": experts.has_normed_weights,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    _mlp_dim(family): config.mlp_dim,
   }
 
 
