@@ -115,6 +115,8 @@ def _check_divided(
     "mlp": (model.mlp_dim, "MLP dimension"),
     "layers": (model.num_layers, "number of layers"),
   }
+  if model.experts is not None:
+    sizes["experts"] = model.experts.num_experts, "number of experts"
   for name, (size, what) in sizes.items():
     if name == "layers" and not is_stacked:
       continue

@@ -191,7 +191,9 @@ class ShardingRules:
   head: tuple[str, ...] = _axes()
   """The numbers of a head."""
   mlp: tuple[str, ...] = _axes("tensor")
-  """The hidden layer of an MLP."""
+  """The hidden layer of an MLP, or of each expert."""
+  experts: tuple[str, ...] = _axes()
+  """The experts of a layer."""
 
 
 def _rollout_rules() -> ShardingRules:

@@ -1,7 +1,8 @@
 """The decoder: layers of a mixer and a feed-forward, with norms around them.
 
 A mixer is grouped-query attention, over all tokens or within a window. A
-feed-forward is a gated product (SwiGLU or GeGLU). `configs.ModelConfig` says
+feed-forward is a gated product (SwiGLU or GeGLU), or one of experts for each
+token (`models.experts`). `configs.ModelConfig` says
 what a family's layers have.
 
 Trainer and engine use the same NNX module. The trainer stacks its layers, and
@@ -27,6 +28,7 @@ import numpy as np
 from jaxrl_async.config import sections
 from jaxrl_async.devices import products
 from jaxrl_async.models import configs
+from jaxrl_async.models import experts as experts_lib
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
 from jaxrl_async.models import rotary
@@ -150,10 +152,13 @@ class Block(nnx.Module):
     one = 0.0 if c.has_centred_norms else 1.0
     for name in configs.NORMS[c.norms]:
       setattr(self, name, _constant(one, (d,), (None,)))
-    for name, projection in configs.PROJECTIONS.items():
-      shape = c.kernel_shapes[name]
-      fan_in = math.prod(shape[: len(projection.inputs)])
+    for name, projection in c.projections.items():
+      shape, first = c.kernel_shapes[name], len(projection.groups)
+      fan_in = math.prod(shape[first : first + len(projection.inputs)])
       setattr(self, name, _param(rngs, shape, projection.axes, fan_in=fan_in))
+    if c.experts is not None:
+      shape = d, c.experts.num_experts
+      self.router = _param(rngs, shape, ("embed", None), fan_in=d)
     if c.has_qkv_bias:
       self.query_bias = _constant(0.0, (n, h), ("heads", "head"))
       self.key_bias = _constant(0.0, (k, h), ("kv_heads", "head"))
@@ -269,10 +274,19 @@ class Block(nnx.Module):
     return self._product("output", "...nh,nhd->...d", mixed, rows), kept
 
   def _fed_forward(
-    self, h: Float[Array, "*B D"], rows: Int[Array, "R"] | None
+    self,
+    h: Float[Array, "*B D"],
+    rows: Int[Array, "R"] | None,
+    placement: experts_lib.Placement | None,
   ) -> Float[Array, "*B D"]:
     """Return what the feed-forward adds."""
     activation = _ACTIVATIONS[self.config.activation]
+    if self.config.experts is not None:
+      names = "router", *configs.EXPERT_KERNELS
+      kernels = {name: getattr(self, name).get_value() for name in names}
+      return experts_lib.applied(
+        self.config.experts, kernels, h, activation, _PRODUCT, placement
+      )
     gate = activation(self._product("gate", "...d,df->...f", h, rows))
     up = self._product("up", "...d,df->...f", h, rows)
     return self._product("down", "...f,fd->...d", gate * up, rows)
@@ -284,6 +298,7 @@ class Block(nnx.Module):
     layer: Any,
     attend: Attend,
     rows: Int[Array, "R"] | None = None,
+    placement: experts_lib.Placement | None = None,
   ) -> tuple[Float[Array, "*B D"], Any]:
     kept: Any = None
 
@@ -293,7 +308,7 @@ class Block(nnx.Module):
       return mixed
 
     x = self._around("attention", x, mix)
-    x = self._around("mlp", x, lambda h: self._fed_forward(h, rows))
+    x = self._around("mlp", x, lambda h: self._fed_forward(h, rows, placement))
     return x, kept
 
 
@@ -384,6 +399,7 @@ class Decoder(nnx.Module):
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
     rows: Int[Array, "R"] | None = None,
     per_layer: Any = None,
+    placement: experts_lib.Placement | None = None,
   ) -> tuple[Float[Array, "*B D"], Any]:
     """Return the normed hidden states, and what `attend` kept of each layer.
 
@@ -395,6 +411,7 @@ class Decoder(nnx.Module):
       rows: the adapter of each row, if the model holds a stack of adapters.
       per_layer: arrays with a value for each layer, which `attend` gets instead
         of the layer's index. Only for stacked layers.
+      placement: of the states, for experts on a mesh.
     """
     ropes, kinds = rotary.kinds(self.config)
     factors = [rotary.factors(self.config, rope, positions) for rope in ropes]
@@ -410,7 +427,7 @@ class Decoder(nnx.Module):
         own = factors[0]
         if not is_same:
           own = jax.tree.map(lambda x: x[kind], all_factors)
-        x, kept = block(x, own, layer_values, attend, rows)
+        x, kept = block(x, own, layer_values, attend, rows, placement)
         return constrain(x), kept
 
       body: Any = step
@@ -425,7 +442,9 @@ class Decoder(nnx.Module):
     else:
       kept = []
       for layer, block in enumerate(self.layers):
-        x, kept_here = block(x, factors[kinds[layer]], layer, attend, rows)
+        x, kept_here = block(
+          x, factors[kinds[layer]], layer, attend, rows, placement
+        )
         x = constrain(x)
         kept.append(kept_here)
     c = self.config

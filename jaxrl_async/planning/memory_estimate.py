@@ -138,6 +138,11 @@ def _kept(
   query = model.num_heads * model.head_dim // parts("heads")
   key = model.num_kv_heads * model.head_dim // parts("kv_heads")
   mlp = model.mlp_dim // parts("mlp")
+  rows = 0  # states of tokens in the order of their experts
+  if model.experts is not None:
+    # On average; a device whose experts are chosen more often keeps more.
+    rows = width * model.experts.num_per_token // parts("experts")
+    mlp = mlp * model.experts.num_per_token // parts("experts")
   match remat:
     case sections.Remat.OFFLOAD:
       return 0
@@ -146,13 +151,13 @@ def _kept(
     case sections.Remat.ATTENTION:
       return itemsize * (width + query)
     case sections.Remat.DOTS:
-      return itemsize * (2 * width + 2 * query + 2 * key + 2 * mlp)
+      return itemsize * (2 * width + 2 * query + 2 * key + 2 * mlp + rows)
     case sections.Remat.NONE:
       # Each norm keeps three float32 arrays. The softmax keeps its numerators
       # besides its result, and a soft cap its tanh.
       norms = 3 * len(configs.NORMS[model.norms]) * width
       norms += 3 * (query + key) * bool(model.qk_norm_shapes)
-      inputs = 2 * width + 2 * query + 2 * key + 6 * mlp
+      inputs = 2 * width + 2 * query + 2 * key + 6 * mlp + 4 * rows
       if num_scores == 0:
         inputs += query
       is_capped = model.attention_soft_cap is not None
@@ -283,6 +288,8 @@ def rollout(
   rows, left = divmod(section.prefill_rows, parts("batch"))
   rows = section.prefill_rows if left else rows
   split = parts("mlp") * parts("embed")
+  if model.experts is not None:
+    split *= parts("experts")
   cache //= slots * parts("kv_heads")
   return {
     # While a new version is being adopted, the previous one is still in use.
