@@ -9,7 +9,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 _PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
-_COMMAND = re.compile(r"^    uv run ((?:.*\\\n)*.*)$", re.MULTILINE)
+# Goes on after a backslash, and in quotes.
+_COMMAND = re.compile(r"^    uv run ((?:\\\n|[^'\n]|'[^']*')*)$", re.MULTILINE)
 
 
 def programs(page: str) -> dict[str, str]:
