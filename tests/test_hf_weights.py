@@ -247,7 +247,7 @@ def test_a_window_that_is_not_used_is_not_refused(tmp_path):
     ({"attention_bias": True}, "attention_bias is True"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"model_type": "mixtral"}, "model_type is 'mixtral'; use one of qwen2"),
-    ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'; use one of"),
+    ({"model_type": "qwen3_next"}, "model_type is 'qwen3_next'; use one of"),
     (
       {"layer_types": ["sliding_attention"] * 2},
       "layer_types has 'sliding_attention', but there is no window",
