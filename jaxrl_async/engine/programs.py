@@ -16,6 +16,7 @@ from jaxrl_async.engine.decode_state import EngineSizes
 from jaxrl_async.engine.decode_state import Insertion
 from jaxrl_async.engine.decode_state import Prefix
 from jaxrl_async.models import configs
+from jaxrl_async.models import gated_delta
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import reference
 
@@ -51,7 +52,12 @@ class Programs:
     """Return a state with an empty cache and every slot idle."""
     b = self.sizes.num_slots
     return DecodeState(
-      cache=self.layout.init(self.model, self.cache_dtype),
+      cache=kv_cache.with_states(
+        self.model,
+        b,
+        self.cache_dtype,
+        self.layout.init(self.model, self.cache_dtype),
+      ),
       tokens=jnp.zeros((b,), jnp.int32),
       positions=jnp.zeros((b,), jnp.int32),
       is_active=jnp.zeros((b,), bool),
@@ -91,9 +97,16 @@ class Programs:
       )
       return mixed, kv_cache.from_prefill(key, value, self.cache_dtype)
 
+    def recur(_: int, *layer: Any) -> tuple[jax.Array, gated_delta.State]:
+      assert self.model.delta is not None
+      empty = gated_delta.empty(self.model.delta, rows, self.cache_dtype)
+      return gated_delta.over_rows(*layer, positions, empty, lengths - 1)
+
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(tokens, self.dtype)
-    _, cache = model.hidden(embedded, positions, attend, rows=adapters)
+    _, cache = model.hidden(
+      embedded, positions, attend, rows=adapters, recur=recur
+    )
     return Prefix(
       cache=cache, tokens=tokens, lengths=lengths, adapters=adapters
     )
@@ -178,9 +191,16 @@ class Programs:
       )
       return mixed, written
 
+    def recur(index: int, *layer: Any) -> tuple[jax.Array, gated_delta.State]:
+      num_kept = jnp.clip(prefix.lengths - 1 - positions[:, 0], 0, chunk)
+      state = prefix.cache[index]
+      return gated_delta.over_rows(*layer, positions, state, num_kept)
+
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(tokens, self.dtype)
-    _, cache = model.hidden(embedded, positions, attend, rows=prefix.adapters)
+    _, cache = model.hidden(
+      embedded, positions, attend, rows=prefix.adapters, recur=recur
+    )
     return dataclasses.replace(prefix, cache=cache)
 
   def fill_pages(
@@ -193,7 +213,12 @@ class Programs:
     """Copy a prefilled row into pages."""
     assert isinstance(self.layout, kv_cache.Pages)
     layers = zip(state.cache, prefix.cache, strict=True)
-    cache = [self.layout.fill(x, rows, row, pages) for x, rows in layers]
+    cache = [
+      x
+      if isinstance(x, gated_delta.State)
+      else self.layout.fill(x, rows, row, pages)
+      for x, rows in layers
+    ]
     return dataclasses.replace(state, cache=cache)
 
   def insert_rows(
@@ -214,13 +239,13 @@ class Programs:
     slots = jnp.where(is_picking, idle[rank], wanted)
     sources = entries.sources
     lengths = prefix.lengths[sources]
-    cache = state.cache
-    if isinstance(self.layout, kv_cache.Slots):
-      layers = zip(state.cache, prefix.cache, strict=True)
-      cache = [
-        self.layout.insert(x, rows, slots, sources, prefix.lengths)
-        for x, rows in layers
-      ]
+    cache = []
+    for layer, rows in zip(state.cache, prefix.cache, strict=True):
+      if isinstance(layer, gated_delta.State):
+        layer = kv_cache.insert_states(layer, rows, slots, sources)
+      elif isinstance(self.layout, kv_cache.Slots):
+        layer = self.layout.insert(layer, rows, slots, sources, prefix.lengths)
+      cache.append(layer)
 
     def put(array: jax.Array, rows: jax.Array) -> jax.Array:
       return array.at[slots].set(rows.astype(array.dtype), mode="drop")
@@ -317,7 +342,11 @@ class Programs:
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(state.tokens, self.dtype)
     hidden, cache = model.hidden(
-      embedded, positions, attend, rows=settings.adapters
+      embedded,
+      positions,
+      attend,
+      rows=settings.adapters,
+      recur=lambda index, *layer: gated_delta.step(*layer, state.cache[index]),
     )
     logits = model.logits(hidden)
     filters = None

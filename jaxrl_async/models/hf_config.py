@@ -21,6 +21,7 @@ CONFIG_FILE = model_files.CONFIG
 _MAX_POSITIONS = "max_position_embeddings"
 _CONTEXT = "original_max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_LINEAR = "linear_attention"
 # Far beyond any model. The bounds refuse a file before anything of its size is
 # built or counted.
 _MAX_LAYERS = 2**12
@@ -42,6 +43,16 @@ _SCALING_NUMBERS = {
   },
   "longrope": {},
 }
+# Of the gated delta rule: its settings by the field that they set.
+_DELTA_NUMBERS = {
+  "linear_num_key_heads": "num_key_heads",
+  "linear_num_value_heads": "num_value_heads",
+  "linear_key_head_dim": "key_dim",
+  "linear_value_head_dim": "value_dim",
+  "linear_conv_kernel_dim": "conv_tokens",
+}
+# They tell apart the positions of images, which are equal in a text.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _SCALING_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _FACTORS = {"short_factor": "short_factors", "long_factor": "long_factors"}
 _ROPE_KEYS = {
@@ -74,7 +85,7 @@ def max_positions(directory: str | pathlib.Path) -> int | None:
   """
   path = pathlib.Path(directory) / CONFIG_FILE
   try:
-    return _max_positions(model_files.read_optional(path))
+    return _max_positions(_of_text(model_files.read_optional(path)))
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
 
@@ -105,6 +116,7 @@ def check_vocabulary(
 
 
 def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
+  settings = _of_text(settings)
   name = settings.get("model_type")
   if not isinstance(name, str) or name not in families.FAMILIES:
     raise ValueError(
@@ -135,6 +147,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
       f"hidden_size {model_dim} is not a multiple of num_attention_heads"
       f" {num_heads}, as transformers requires of this family"
     )
+  delta_fields = _delta_fields(settings, family, num_layers)
   windows = _sliding_windows(settings, name, family, num_layers)
   fields: dict[str, Any] = {
     field: None
@@ -163,6 +176,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
     **_rope_fields(settings, family, head_dim, windows),
     **family.has,
     **fields,
+    **delta_fields,
   )
   if model.num_params > _MAX_PARAMS:
     raise ValueError(
@@ -170,6 +184,52 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
       " parameters"
     )
   return model
+
+
+def _of_text(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Return the settings of the text part, if it is a model with images."""
+  for name, family in families.FAMILIES.items():
+    if family.text_of and family.text_of == settings.get("model_type"):
+      text = settings.get("text_config")
+      if not isinstance(text, Mapping):
+        raise ValueError(
+          f"text_config is {sections.shown(text)}, not an object"
+        )
+      # transformers reads the outer one.
+      is_tied = settings.get("tie_word_embeddings", False)
+      return {**text, "model_type": name, "tie_word_embeddings": is_tied}
+  return settings
+
+
+def _delta_fields(
+  settings: Mapping[str, Any], family: families.Family, num_layers: int
+) -> dict[str, Any]:
+  """Return the fields of the gated delta rule, if a layer has it."""
+  if not family.has_delta:
+    return {}
+  types = _layer_types(settings, num_layers, (_FULL, _LINEAR))
+  if types is None:
+    every = hf_values.number(settings, "full_attention_interval", int)
+    types = [
+      _FULL if (i + 1) % every == 0 else _LINEAR for i in range(num_layers)
+    ]
+  if _LINEAR not in types:
+    return {}
+  sizes = {
+    field: hf_values.number(settings, name, int)
+    for name, field in _DELTA_NUMBERS.items()
+  }
+  if sizes["num_value_heads"] % sizes["num_key_heads"]:
+    raise ValueError(
+      f"linear_num_value_heads {sizes['num_value_heads']} is not a multiple of"
+      f" linear_num_key_heads {sizes['num_key_heads']}"
+    )
+  if sizes["conv_tokens"] < 2:
+    raise ValueError("linear_conv_kernel_dim is 1; use at least 2")
+  return {
+    "delta": configs.GatedDelta(**sizes),
+    "is_delta": tuple(kind == _LINEAR for kind in types),
+  }
 
 
 def _with_defaults(
@@ -246,7 +306,7 @@ def _sliding_windows(
   window = None
   if is_used and settings.get("sliding_window") is not None:
     window = hf_values.number(settings, "sliding_window", int)
-  types = _layer_types(settings, num_layers)
+  types = None if family.has_delta else _layer_types(settings, num_layers)
   has_window = [window is not None] * num_layers
   if family.windows in (chosen, most):
     if types is not None:
@@ -310,7 +370,9 @@ def _has_rotary(
 
 
 def _layer_types(
-  settings: Mapping[str, Any], num_layers: int
+  settings: Mapping[str, Any],
+  num_layers: int,
+  kinds: tuple[str, str] = (_FULL, _SLIDING),
 ) -> list[str] | None:
   """Return the kind of each layer's attention; None if there is no list."""
   layer_types = settings.get("layer_types")
@@ -321,10 +383,10 @@ def _layer_types(
       f"layer_types is {sections.shown(layer_types)}, not a list"
     )
   for layer_type in layer_types:
-    if layer_type not in (_FULL, _SLIDING):
+    if layer_type not in kinds:
       raise ValueError(
-        f"layer_types has {sections.shown(layer_type)}; use {_FULL!r} or"
-        f" {_SLIDING!r}"
+        f"layer_types has {sections.shown(layer_type)}; use {kinds[0]!r} or"
+        f" {kinds[1]!r}"
       )
   if len(layer_types) != num_layers:
     raise ValueError(
@@ -391,7 +453,8 @@ def _rope_fields(
       f"{where}.truncate is False, which transformers does not read in this"
       " family; leave it out"
     )
-  if unknown := sorted(rope.keys() - _ROPE_KEYS):
+  known = _ROPE_KEYS | ({*_OF_IMAGES} if family.text_of else set())
+  if unknown := sorted(rope.keys() - known):
     name = sections.shown(unknown[0]).strip("'")
     raise ValueError(f"{where}.{name} is not supported")
   part = 1.0
@@ -571,6 +634,7 @@ def _described(config: configs.ModelConfig, name: str) -> dict[str, Any]:
     "tie_word_embeddings": config.has_tied_head,
     **_rope_settings(config, family),
     **_window_settings(config, family),
+    **_delta_settings(config, family),
     **{
       entry.name: None
       if getattr(config, field) is None
@@ -638,6 +702,22 @@ def _scaling_settings(
   elif scaling.kind != "linear":
     described[_CONTEXT] = scaling.original_max_tokens
   return described, found
+
+
+def _delta_settings(
+  config: configs.ModelConfig, family: families.Family
+) -> dict[str, Any]:
+  """Return the settings of the gated delta rule."""
+  if not family.has_delta:
+    return {}
+  is_delta = config.is_delta or (False,) * config.num_layers
+  found: dict[str, Any] = {
+    "layer_types": [_LINEAR if x else _FULL for x in is_delta]
+  }
+  if config.delta is not None:
+    for name, field in _DELTA_NUMBERS.items():
+      found[name] = getattr(config.delta, field)
+  return found
 
 
 def _window_settings(
