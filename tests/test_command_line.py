@@ -171,6 +171,8 @@ def test_a_config_file_that_hangs_can_be_interrupted(tmp_path):
   path = tmp_path / "mine.py"
   path.write_text(
     "import os, signal\n"
+    # Who started the tests in the background had them ignore it.
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "os.kill(os.getpid(), signal.SIGINT)\n"
     "while True:\n"
     "  pass\n"

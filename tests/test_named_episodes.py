@@ -38,7 +38,7 @@ def test_a_name_stands_for_an_episode_with_its_params():
     (
       "tool",
       {},
-      "no episode 'tool'; use one of agent, openenv, tools",
+      "no episode 'tool'; use one of agent, budgets, openenv, tools",
     ),
     ("no_such_module:f", {}, "cannot be imported: ModuleNotFoundError"),
     (f"{HERE}:missing", {}, "has no function"),

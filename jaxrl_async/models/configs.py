@@ -79,7 +79,7 @@ _OF_ATTENTION = ("query", "key", "value", "output")
 _OF_DELTA = "delta"
 
 
-class Norms(enum.Enum):
+class Norms(enum.StrEnum):
   """Where the norms of a layer are: before or after each half, or both."""
 
   BEFORE = "before"
