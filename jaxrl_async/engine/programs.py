@@ -97,10 +97,17 @@ class Programs:
       )
       return mixed, kv_cache.from_prefill(key, value, self.cache_dtype)
 
-    def recur(_: int, *layer: Any) -> tuple[jax.Array, gated_delta.State]:
+    def recur(
+      _: int,
+      inputs: gated_delta.Inputs,
+      filters: gated_delta.Filters,
+      activation: gated_delta.Activation,
+    ) -> tuple[jax.Array, gated_delta.State | None]:
       assert self.model.delta is not None
       empty = gated_delta.empty(self.model.delta, rows, self.cache_dtype)
-      return gated_delta.over_rows(*layer, positions, empty, lengths - 1)
+      return gated_delta.over_rows(
+        inputs, filters, activation, positions, empty, lengths - 1
+      )
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(tokens, self.dtype)
@@ -191,10 +198,16 @@ class Programs:
       )
       return mixed, written
 
-    def recur(index: int, *layer: Any) -> tuple[jax.Array, gated_delta.State]:
+    def recur(
+      layer: int,
+      inputs: gated_delta.Inputs,
+      filters: gated_delta.Filters,
+      activation: gated_delta.Activation,
+    ) -> tuple[jax.Array, gated_delta.State | None]:
       num_kept = jnp.clip(prefix.lengths - 1 - positions[:, 0], 0, chunk)
-      state = prefix.cache[index]
-      return gated_delta.over_rows(*layer, positions, state, num_kept)
+      return gated_delta.over_rows(
+        inputs, filters, activation, positions, prefix.cache[layer], num_kept
+      )
 
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(tokens, self.dtype)
@@ -346,7 +359,9 @@ class Programs:
       positions,
       attend,
       rows=settings.adapters,
-      recur=lambda index, *layer: gated_delta.step(*layer, state.cache[index]),
+      recur=lambda layer, inputs, filters, activation: gated_delta.step(
+        inputs, filters, activation, state.cache[layer]
+      ),
     )
     logits = model.logits(hidden)
     filters = None

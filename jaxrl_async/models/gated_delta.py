@@ -19,7 +19,7 @@ a triangular system. `step` computes a token. All of it is in float32.
 
 from collections.abc import Callable
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import numpy as jnp
@@ -66,7 +66,7 @@ class Filters(NamedTuple):
 
 
 class State(NamedTuple):
-  """What a layer remembers of each row.
+  """What a layer remembers of each row, or what describes these arrays.
 
   Attributes:
     memory: [B Nv Hk Hv] float32.
@@ -75,10 +75,10 @@ class State(NamedTuple):
     value: [B W-1 Nv Hv] likewise.
   """
 
-  memory: jax.Array
-  query: jax.Array
-  key: jax.Array
-  value: jax.Array
+  memory: Any
+  query: Any
+  key: Any
+  value: Any
 
 
 # The logical axes of a state, for its sharding.

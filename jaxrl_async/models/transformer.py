@@ -334,27 +334,31 @@ class Block(nnx.Module):
     def product(name: str, axes: str) -> jax.Array:
       return self._product(name, f"...d,d{axes}->...{axes}", h, rows)
 
-    def of_heads(x: nnx.Param) -> jax.Array:
-      return x[...].astype(jnp.float32).reshape((1,) * (h.ndim - 1) + (-1,))
+    def leaf(name: str) -> jax.Array:
+      return getattr(self, f"delta_{name}")[...]
+
+    def of_heads(name: str) -> jax.Array:
+      shape = (1,) * (h.ndim - 1) + (-1,)
+      return leaf(name).astype(jnp.float32).reshape(shape)
 
     decay = product("delta_decay", "n").astype(jnp.float32)
-    decay = jax.nn.softplus(decay + of_heads(self.delta_decay_bias))
+    decay = jax.nn.softplus(decay + of_heads("decay_bias"))
     inputs = gated_delta.Inputs(
       query=product("delta_query", "nh"),
       key=product("delta_key", "nh"),
       value=product("delta_value", "nh"),
-      log_decay=-jnp.exp(of_heads(self.delta_log_decay)) * decay,
+      log_decay=-jnp.exp(of_heads("log_decay")) * decay,
       rate=jax.nn.sigmoid(product("delta_rate", "n").astype(jnp.float32)),
     )
     filters = gated_delta.Filters(
-      query=self.delta_query_filter[...],
-      key=self.delta_key_filter[...],
-      value=self.delta_value_filter[...],
+      query=leaf("query_filter"),
+      key=leaf("key_filter"),
+      value=leaf("value_filter"),
     )
     mixed, kept = recur(layer, inputs, filters, _ACTIVATIONS[c.activation])
     mixed = ad_checkpoint.checkpoint_name(mixed, reference.MIXED)
     gate = product("delta_gate", "nh").astype(jnp.float32)
-    mixed = rms_norm(mixed, self.delta_norm[...], c.norm_eps)
+    mixed = rms_norm(mixed, leaf("norm"), c.norm_eps)
     mixed = (mixed.astype(jnp.float32) * jax.nn.silu(gate)).astype(h.dtype)
     return self._product("delta_output", "...nh,nhd->...d", mixed, rows), kept
 

@@ -221,7 +221,9 @@ def final_hidden(
     attend,
     lambda x: settings.constrain(x, "batch", "tokens", None),
     per_layer=windows,
-    recur=lambda _, *layer: gated_delta.over_rows(*layer, ages),
+    recur=lambda _, inputs, filters, activation: gated_delta.over_rows(
+      inputs, filters, activation, ages
+    ),
   )
   return model, hidden
 
