@@ -385,6 +385,14 @@ class ModelConfig:
     return tuple(i for i in layers if self.is_delta[i] == (kind == _OF_DELTA))
 
   @property
+  def period(self) -> int:
+    """After how many layers their mixers repeat themselves."""
+    n, kinds = self.num_layers, self.is_delta
+    return next(
+      p for p in range(1, n + 1) if n % p == 0 and kinds == kinds[:p] * (n // p)
+    )
+
+  @property
   def num_attention_layers(self) -> int:
     """The number of layers that mix by attention."""
     return self.num_layers - sum(self.is_delta)

@@ -14,14 +14,14 @@ from typing import Any
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import families
+from jaxrl_async.models import hf_layers
 from jaxrl_async.models import hf_values
 from jaxrl_async.storage import model_files
 
 CONFIG_FILE = model_files.CONFIG
 _MAX_POSITIONS = "max_position_embeddings"
 _CONTEXT = "original_max_position_embeddings"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_LINEAR = "linear_attention"
+_FULL, _SLIDING = hf_layers.FULL, hf_layers.SLIDING
 # Far beyond any model. The bounds refuse a file before anything of its size is
 # built or counted.
 _MAX_LAYERS = 2**12
@@ -42,14 +42,6 @@ _SCALING_NUMBERS = {
     "beta_slow": "beta_slow",
   },
   "longrope": {},
-}
-# Of the gated delta rule: its settings by the field that they set.
-_DELTA_NUMBERS = {
-  "linear_num_key_heads": "num_key_heads",
-  "linear_num_value_heads": "num_value_heads",
-  "linear_key_head_dim": "key_dim",
-  "linear_value_head_dim": "value_dim",
-  "linear_conv_kernel_dim": "conv_tokens",
 }
 # They tell apart the positions of images, which are equal in a text.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
@@ -147,7 +139,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
       f"hidden_size {model_dim} is not a multiple of num_attention_heads"
       f" {num_heads}, as transformers requires of this family"
     )
-  delta_fields = _delta_fields(settings, family, num_layers)
+  delta_fields = hf_layers.delta_fields(settings, family, num_layers)
   windows = _sliding_windows(settings, name, family, num_layers)
   fields: dict[str, Any] = {
     field: None
@@ -199,37 +191,6 @@ def _of_text(settings: Mapping[str, Any]) -> Mapping[str, Any]:
       is_tied = settings.get("tie_word_embeddings", False)
       return {**text, "model_type": name, "tie_word_embeddings": is_tied}
   return settings
-
-
-def _delta_fields(
-  settings: Mapping[str, Any], family: families.Family, num_layers: int
-) -> dict[str, Any]:
-  """Return the fields of the gated delta rule, if a layer has it."""
-  if not family.has_delta:
-    return {}
-  types = _layer_types(settings, num_layers, (_FULL, _LINEAR))
-  if types is None:
-    every = hf_values.number(settings, "full_attention_interval", int)
-    types = [
-      _FULL if (i + 1) % every == 0 else _LINEAR for i in range(num_layers)
-    ]
-  if _LINEAR not in types:
-    return {}
-  sizes = {
-    field: hf_values.number(settings, name, int)
-    for name, field in _DELTA_NUMBERS.items()
-  }
-  if sizes["num_value_heads"] % sizes["num_key_heads"]:
-    raise ValueError(
-      f"linear_num_value_heads {sizes['num_value_heads']} is not a multiple of"
-      f" linear_num_key_heads {sizes['num_key_heads']}"
-    )
-  if sizes["conv_tokens"] < 2:
-    raise ValueError("linear_conv_kernel_dim is 1; use at least 2")
-  return {
-    "delta": configs.GatedDelta(**sizes),
-    "is_delta": tuple(kind == _LINEAR for kind in types),
-  }
 
 
 def _with_defaults(
@@ -306,7 +267,9 @@ def _sliding_windows(
   window = None
   if is_used and settings.get("sliding_window") is not None:
     window = hf_values.number(settings, "sliding_window", int)
-  types = None if family.has_delta else _layer_types(settings, num_layers)
+  types = (
+    None if family.has_delta else hf_layers.layer_types(settings, num_layers)
+  )
   has_window = [window is not None] * num_layers
   if family.windows in (chosen, most):
     if types is not None:
@@ -329,7 +292,10 @@ def _sliding_windows(
       raise ValueError(
         f"layer_types has {_SLIDING!r}, but there is no window; set {needed}"
       )
-  elif types not in (None, [_SLIDING if has else _FULL for has in has_window]):
+  elif types not in (
+    None,
+    [_SLIDING if has else _FULL for has in has_window],
+  ):
     which = "no layer" if not any(has_window) else "every layer"
     raise ValueError(
       f"layer_types: {which} of this {name} has a window; leave it out"
@@ -367,33 +333,6 @@ def _has_rotary(
       )
     found = [x == 1 for x in listed[:num_layers]]
   return () if all(found) else tuple(found)
-
-
-def _layer_types(
-  settings: Mapping[str, Any],
-  num_layers: int,
-  kinds: tuple[str, str] = (_FULL, _SLIDING),
-) -> list[str] | None:
-  """Return the kind of each layer's attention; None if there is no list."""
-  layer_types = settings.get("layer_types")
-  if layer_types is None:
-    return None
-  if not isinstance(layer_types, list):
-    raise ValueError(
-      f"layer_types is {sections.shown(layer_types)}, not a list"
-    )
-  for layer_type in layer_types:
-    if layer_type not in kinds:
-      raise ValueError(
-        f"layer_types has {sections.shown(layer_type)}; use {kinds[0]!r} or"
-        f" {kinds[1]!r}"
-      )
-  if len(layer_types) != num_layers:
-    raise ValueError(
-      f"layer_types has {len(layer_types)} entries for num_hidden_layers"
-      f" {num_layers}"
-    )
-  return layer_types
 
 
 def _rope_fields(
@@ -485,7 +424,10 @@ def _kind_of_layer(
 ) -> Mapping[str, Any]:
   """Return the rotary parameters of a kind of layer."""
   found = parameters.get(kind) or {}
-  if not isinstance(found, Mapping) or parameters.keys() - {_FULL, _SLIDING}:
+  if not isinstance(found, Mapping) or parameters.keys() - {
+    _FULL,
+    _SLIDING,
+  }:
     raise ValueError(
       f"rope_parameters is {sections.shown(dict(parameters))}, not an object"
       f" with {_FULL} and {_SLIDING}"
@@ -634,7 +576,7 @@ def _described(config: configs.ModelConfig, name: str) -> dict[str, Any]:
     "tie_word_embeddings": config.has_tied_head,
     **_rope_settings(config, family),
     **_window_settings(config, family),
-    **_delta_settings(config, family),
+    **hf_layers.delta_settings(config, family),
     **{
       entry.name: None
       if getattr(config, field) is None
@@ -702,22 +644,6 @@ def _scaling_settings(
   elif scaling.kind != "linear":
     described[_CONTEXT] = scaling.original_max_tokens
   return described, found
-
-
-def _delta_settings(
-  config: configs.ModelConfig, family: families.Family
-) -> dict[str, Any]:
-  """Return the settings of the gated delta rule."""
-  if not family.has_delta:
-    return {}
-  is_delta = config.is_delta or (False,) * config.num_layers
-  found: dict[str, Any] = {
-    "layer_types": [_LINEAR if x else _FULL for x in is_delta]
-  }
-  if config.delta is not None:
-    for name, field in _DELTA_NUMBERS.items():
-      found[name] = getattr(config.delta, field)
-  return found
 
 
 def _window_settings(

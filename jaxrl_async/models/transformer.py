@@ -194,19 +194,15 @@ class Block(nnx.Module):
     """Add the parameters of the gated delta rule that are no projections."""
     assert delta is not None
     for name, shape in delta.leaf_shapes.items():
-      match name:
-        case "delta_log_decay":  # as in transformers
-          drawn = jax.random.uniform(
-            rngs.params(), shape, jnp.float32, 0.01, 16.0
-          )
-          param = nnx.Param(jnp.log(drawn), logical_axes=("heads",))
-        case "delta_decay_bias":
-          param = _constant(1.0, shape, ("heads",))
-        case "delta_norm":
-          param = _constant(1.0, shape, (None,))
-        case _:
-          axes = ("heads", "head", None)
-          param = _param(rngs, shape, axes, fan_in=shape[-1])
+      if name == "delta_log_decay":  # as in transformers
+        drawn = jax.random.uniform(rngs.params(), shape, jnp.float32, 0.01, 16)
+        param = nnx.Param(jnp.log(drawn), logical_axes=("heads",))
+      elif len(shape) == 1:
+        axis = "heads" if name == "delta_decay_bias" else None
+        param = _constant(1.0, shape, (axis,))
+      else:
+        axes = ("heads", "head", None)
+        param = _param(rngs, shape, axes, fan_in=shape[-1])
       setattr(self, name, param)
 
   def _add_adapter(
@@ -424,14 +420,6 @@ def _abstract_block(config: configs.ModelConfig, layer: int) -> tuple[Any, Any]:
   )
 
 
-def _period(kinds: tuple[bool, ...]) -> int:
-  """Return after how many layers the kinds of layers repeat themselves."""
-  n = len(kinds)
-  return next(
-    p for p in range(1, n + 1) if n % p == 0 and kinds == kinds[:p] * (n // p)
-  )
-
-
 class Decoder(nnx.Module):
   """Embedding, layers and final norm; `head` returns the output matrix.
 
@@ -586,7 +574,7 @@ class Decoder(nnx.Module):
   ) -> tuple[jax.Array, Any]:
     """Scan stacked layers of two kinds, a period of them at a time."""
     c = self.config
-    period = _period(c.is_delta)
+    period = c.period
     num_periods = c.num_layers // period
     stacked = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
     apart = jax.tree.map(
