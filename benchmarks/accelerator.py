@@ -29,7 +29,7 @@ and the error of each, and `wall_s`.
 
 Hardware: a GPU or a TPU. On a CPU the models have a million parameters and the
 run is shorter, to try the program itself: three minutes. Result:
-docs/performance.md, "On an H200".
+docs/project/notebook.md, "On an H200".
 """
 
 from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ The speedup is that of the steps after the third, evaluation and start left out.
 That of the RL stage and of the whole run are reported beside it.
 
 Prints a table and, as the last line, one JSON object. Hardware: two CPU cores.
-Time: 20 to 40 minutes. Result: docs/results.md has the table.
+Time: 20 to 40 minutes. Result: docs/project/results.md has the table.
 """
 
 from collections.abc import Sequence

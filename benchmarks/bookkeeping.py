@@ -31,7 +31,7 @@ reward service, of which the books only read counters. Steps that are not
 measured write nothing to disk. Nothing is compiled, and no device is used.
 
 Hardware: two CPU cores, 6 GB of memory and 10 GB of disk for the last part.
-Time: about five minutes. Result: docs/performance.md.
+Time: about five minutes. Result: docs/project/notebook.md.
 The last line of standard output is one JSON object whose keys are the sizes.
 """
 

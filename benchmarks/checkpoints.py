@@ -14,7 +14,7 @@ several times with `storage.checkpoint`. The parts take
     memcpy_ms       a plain copy of the arrays in memory, for comparison
 
 Medians of --repeats. The last line of standard output is one JSON object whose
-keys are the sizes. Result: docs/performance.md.
+keys are the sizes. Result: docs/project/notebook.md.
 """
 
 import collections

@@ -1,7 +1,7 @@
 """Whole ways from data to an exported policy, on two CPU cores.
 
     uv run benchmarks/end_to_end.py --task=code --workdir=/tmp/end_to_end
-    uv run benchmarks/end_to_end.py --task=gsm8k --data=../shared/data \
+    uv run benchmarks/end_to_end.py --task=gsm8k --data=DIRECTORY \
       --workdir=/tmp/end_to_end
 
 `code` makes a task of small programs, trains a policy on wrong and right

@@ -44,7 +44,7 @@ when conversations are at different turns.
 Hardware: two CPU cores, float32, a Qwen2 shape of 9.99 million parameters
 (workloads.py, cpu-10m), or of 1.04 million with --model=cpu-1m. Time: with two
 conversations of the smaller one, 25 s on cores, 15 s of them for the first
-repeat with compiling. Result: docs/performance.md.
+repeat with compiling. Result: docs/project/notebook.md.
 
 The last line of standard output is one JSON object.
 """

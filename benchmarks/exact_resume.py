@@ -36,7 +36,7 @@ The last line is JSON:
     compilations      programs that timed runs did not find in the cache
 
 Hardware: two CPU cores. Time: about twenty minutes beside other work, less
-on idle cores. Result: docs/replay.md.
+on idle cores. Result: docs/how-to/replay.md.
 """
 
 from collections.abc import Sequence

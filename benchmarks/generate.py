@@ -36,7 +36,7 @@ all slots busy.
 
 Hardware: two CPU cores, float32, for the rows cpu-1m, cpu-10m and cpu-135m. The
 other rows need a GPU and use bfloat16. Time: eight minutes with --repeats=1,
-most of it in transformers. Result: docs/results.md has the
+most of it in transformers. Result: docs/project/results.md has the
 table.
 
 The last line of standard output is one JSON object.

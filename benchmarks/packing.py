@@ -26,7 +26,7 @@ three ways, for --timed_trajectories of a sixteenth of the length (median 19, at
 most 512) on a policy of 0.31 million parameters, with plain XLA attention and
 one compiled program for all.
 
-Hardware: two CPU cores. Time: half a minute. Result: docs/performance.md.
+Hardware: two CPU cores. Time: half a minute. Result: docs/project/notebook.md.
 The last line of standard output is one JSON object.
 """
 

@@ -38,8 +38,22 @@ def write_answers(
   num_questions: int,
   samples: int,
   temperature: float,
+  longest: int = 0,
+  budgets: Mapping[str, Any] | None = None,
 ) -> None:
-  """Write a policy's answers to `output`, as `launch/evaluate.py` does."""
+  """Write a policy's answers to `output`, as `launch/evaluate.py` does.
+
+  Args:
+    output: directory of the answers.
+    checkpoint: of the policy.
+    step: of a run's checkpoint.
+    questions: file with a question in each line.
+    num_questions: how many are asked.
+    samples: answers to each.
+    temperature: 0 for greedy answers.
+    longest: the most tokens of an answer; 0 is as in the policy's config.
+    budgets: parameters of `config.budgets`, at which answers are forced too.
+  """
   import jax
   from ml_collections import config_dict
 
@@ -53,6 +67,8 @@ def write_answers(
   config.task.rewards = config_dict.ConfigDict()
   config.task.reward = "exact"
   config.eval.temperature = temperature
+  if longest:
+    config.rollout.max_completion_tokens = longest
   with progress_lib.Progress(0) as progress:
     evaluation.evaluate(
       checkpoint,
@@ -63,6 +79,7 @@ def write_answers(
         samples=samples,
         num_items=num_questions,
         given=("task.reward",),
+        budgets=budgets or {},
       ),
       output,
       jax.devices(),

@@ -2,7 +2,7 @@
 
 The ladder of the paper's table 3, for each seed:
 
-    sft              a teacher's solutions, a quarter of whose lines are wrong
+    sft              a teacher's solutions, two fifths of whose lines are wrong
     dpo              pairs of a right and a wrong answer of that policy
     dpo_iter_1 .. 4  a quarter of the questions at a time, answered by the
                      policy that the pairs then train, and that is the reference
@@ -61,10 +61,10 @@ class Sizes:
     betas: coefficients that are compared.
   """
 
-  num_prompts: int = 3_072
-  samples: int = 5
+  num_prompts: int = 2_048
+  samples: int = 4
   pairs_per_update: int = 32
-  large_steps: int = 30
+  large_steps: int = 16
   small: int = 64
   large: int = 512
   warm_start_steps: int = 215
@@ -187,7 +187,7 @@ class _Seed:
     self._study, self._seed, self._sizes = study, seed, sizes(study)
     self._directory = study.of_seed(seed)
     self._data = study.data(
-      seed, num_operations=4, corrupted_frac=0.25, restated_frac=0.0
+      seed, num_operations=4, corrupted_frac=0.4, restated_frac=0.0
     )
     fields = {"warm_start.num_steps": self._sizes.warm_start_steps}
     self.sft = study.launch("sft.py", seed, "sft", _VARIANT, fields)["params"]

@@ -69,6 +69,7 @@ class Study:
     variant: str,
     fields: Mapping[str, Any],
     *flags: str,
+    config: pathlib.Path = CONFIG,
   ) -> Row:
     """Run a launch script to its end in the workdir `name`.
 
@@ -76,9 +77,10 @@ class Study:
       script: its name.
       seed: of the run.
       name: of the stage.
-      variant: of configs/papers.py.
+      variant: of the config.
       fields: of the config.
       *flags: of the script.
+      config: its file.
 
     Returns:
       The JSON of its last line.
@@ -95,7 +97,7 @@ class Study:
       directory,
       name,
       f"--compile_cache={self.directory.absolute()}/compile_cache",
-      f"--config={CONFIG}:{variant}",
+      f"--config={config}:{variant}",
       *(f"--config.{k}={v}" for k, v in (usual | dict(fields)).items()),
       *flags,
       launch=self.launch_script,
@@ -128,6 +130,7 @@ class Study:
     num_questions: int,
     samples: int,
     temperature: float = 1.0,
+    **more: Any,
   ) -> list[Row]:
     """Return a policy's answers to the first questions of a file, as rows.
 
@@ -143,6 +146,7 @@ class Study:
       num_questions: how many are asked.
       samples: answers to each.
       temperature: 0 for greedy answers.
+      **more: of `paper_models.write_answers`.
     """
     output = self.of_seed(seed) / name
     options = {
@@ -152,6 +156,7 @@ class Study:
       "num_questions": num_questions,
       "samples": samples,
       "temperature": temperature,
+      **more,
     }
 
     def make() -> Row:
@@ -171,6 +176,8 @@ class Study:
     step: int | None = None,
     num_questions: int,
     samples: int,
+    of_sampled: Mapping[str, Any] | None = None,
+    **more: Any,
   ) -> tuple[Row, list[Row]]:
     """Return the accuracies of a policy, and its sampled answers.
 
@@ -178,6 +185,16 @@ class Study:
     temperature 1, and `pass@k` with k = 5 and 16 as far as there are so many
     samples. `tokens` is the mean length of a sampled answer, and `truncated`
     the share that was cut off. In BY_QUESTION are `greedy` and `pass@5`.
+
+    Args:
+      seed: as `answers`, like what follows.
+      name: of the stages.
+      checkpoint: of the policy.
+      step: of a run's checkpoint.
+      num_questions: how many are asked.
+      samples: sampled answers to each.
+      of_sampled: arguments of `answers` for these alone.
+      **more: arguments of `answers` for the greedy ones too.
     """
     questions = self.of_seed(seed) / "data" / "test.jsonl"
     greedy, sampled = (
@@ -190,10 +207,12 @@ class Study:
         num_questions=num_questions,
         samples=count,
         temperature=temperature,
+        **more,
+        **further,
       )
-      for kind, count, temperature in (
-        ("greedy", 1, 0.0),
-        ("sampled", samples, 1.0),
+      for kind, count, temperature, further in (
+        ("greedy", 1, 0.0, {}),
+        ("sampled", samples, 1.0, of_sampled or {}),
       )
     )
     values = {

@@ -2,7 +2,7 @@ r"""The task of benchmarks/papers.py: sums with one operation a line.
 
 The question "7+8-2" has the solution "7+8=15\n15-2=13\n#13": a line for each
 operation, and one for the answer, so that a solution that never ends has none.
-Partial sums are from 0 to 19, and a small model can learn the few hundred
+Partial sums are from 0 to 9, and a small model can learn the ninety
 operations. The rows are files of JSON lines, because pairs and labels are made
 of them:
 
@@ -18,20 +18,19 @@ from typing import Any
 import numpy as np
 
 ANSWER_PREFIX = "#"
-_HIGHEST = 19  # of the partial sums
+_HIGHEST = 9  # of the partial sums
 
 
 def question(rng: np.random.Generator, num_operations: int) -> str:
-  """Return a sum whose partial sums stay between 0 and 19."""
-  total = int(rng.integers(1, 10))
+  """Return a sum whose partial sums stay between 0 and 9."""
+  total = int(rng.integers(1, _HIGHEST + 1))
   text = str(total)
   for _ in range(num_operations):
-    term = int(rng.integers(1, 10))
-    is_plus = total < term or (
-      total + term <= _HIGHEST and bool(rng.integers(2))
-    )
-    total += term if is_plus else -term
-    text += f"{'+' if is_plus else '-'}{term}"
+    # Any other partial sum may come next.
+    after = int(rng.integers(_HIGHEST))
+    after += after >= total
+    text += f"{after - total:+d}"
+    total = after
   return text
 
 

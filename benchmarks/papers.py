@@ -1,7 +1,8 @@
-"""What two papers of the group behind AReaL claim, and what is seen on sums.
+"""What three papers of the group behind AReaL claim, and what is seen on sums.
 
     python benchmarks/papers.py --paper=preference --workdir=/tmp/preference
     python benchmarks/papers.py --paper=rewards --workdir=/tmp/rewards
+    python benchmarks/papers.py --paper=efficiency --workdir=/tmp/efficiency
 
 The studies, one for each value of --paper:
 
@@ -10,9 +11,12 @@ The studies, one for each value of --paper:
                 then several coefficients of the divergence
     rewards     learned rewards beside success (arXiv:2410.15115): of outcomes,
                 of steps, and of steps with clip and delta
+    efficiency  how long to think (arXiv:2506.07104): rewards of right answers
+                after parts of a thought, beside others, and the accuracy at
+                each length
 
-docs/papers.md says what each does, and where it differs from its paper. The
-models have half a million parameters, and the questions are sums that are
+docs/project/papers.md says what each does, and where it differs from its paper.
+The models have half a million parameters, and the questions are sums that are
 worked out with one operation a line.
 
 Everything is kept in --workdir. A command that was stopped, in whatever way,
@@ -23,7 +27,8 @@ as it can be: the numbers mean nothing then, only that there are some.
 Prints tables and, as the last line, one JSON object: `paper`, `rows`, and
 `claims`, each with what was `expected`, what was `seen`, the `differences` with
 95 % intervals, and the `verdict`: "holds", "does not hold" or "not decided".
-The study `rewards` has `returns` as well. Hardware: two CPU cores.
+The study `rewards` has `returns` as well, and `efficiency` has `curves` and
+`quadrature`. Hardware: two CPU cores.
 """
 
 from collections.abc import Sequence
@@ -38,6 +43,7 @@ from absl import app
 from absl import flags
 from absl import logging
 import launching
+import paper_efficiency
 import paper_models
 import paper_preference
 import paper_rewards
@@ -45,7 +51,7 @@ import paper_study
 
 # Models this small are fastest there.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_STUDIES = ("preference", "rewards")
+_STUDIES = ("preference", "rewards", "efficiency")
 _PAPER = flags.DEFINE_enum("paper", None, _STUDIES, "Which.", required=True)
 _WORKDIR = flags.DEFINE_string(
   "workdir", None, "Where everything is kept.", required=True
@@ -81,12 +87,13 @@ def main(argv: Sequence[str]) -> None:
   said: dict[str, Any] = {"paper": _PAPER.value}
   if _PAPER.value == "preference":
     said["rows"], said["claims"] = paper_preference.run(study)
-  else:
+  elif _PAPER.value == "rewards":
     found = paper_rewards.run(study)
     said["rows"], said["returns"], said["claims"] = found
-  for table in ("rows", "returns", "claims"):
-    if table in said:
-      print(f"{launching.markdown(said[table])}\n")
+  else:
+    said |= paper_efficiency.run(study)
+  for table in (x for x in said if x != "paper"):
+    print(f"{launching.markdown(said[table])}\n")
   print(json.dumps(said))
 
 

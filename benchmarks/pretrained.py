@@ -24,8 +24,8 @@ object. Columns of the table:
     rl_s              seconds of the RL stage
     train, rollout    share of these in which the slices were busy
 
-Hardware: two CPU cores with nothing else on them. docs/results.md has the
-result.
+Hardware: two CPU cores with nothing else on them. docs/project/results.md has
+the result.
 """
 
 from collections.abc import Mapping, Sequence

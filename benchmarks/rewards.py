@@ -1,6 +1,6 @@
 """Check and time the rewards for mathematics and code on real data.
 
-uv run benchmarks/rewards.py --data=../shared/data
+uv run benchmarks/rewards.py --data=DIRECTORY
 
 The folder holds gsm8k/{train,test}.jsonl, math500/test.json and
 humaneval/HumanEval.jsonl.gz in their usual formats. Every right answer of GSM8K

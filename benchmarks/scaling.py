@@ -1,4 +1,4 @@
-"""Makes the table of docs/scaling.md: the TPU configs, compiled.
+"""Makes the table of docs/project/scaling.md: the TPU configs, compiled.
 
     uv run --extra tpu-aot benchmarks/scaling.py --results=scaling.jsonl
 

@@ -18,9 +18,10 @@ writes that has no other requests. An abandoned answer is compared as far as it
 came. Some answers are written once more entirely alone.
 
 On two CPU cores, besides the load itself, about a minute of processor time goes
-into starting, compiling and writing everything again. docs/results.md has the
-result. The clients share the cores with the server: of the `load_s` seconds on
-each core, clients used `client_cpu_s` and the server used `server_cpu_s`.
+into starting, compiling and writing everything again. docs/project/results.md
+has the result. The clients share the cores with the server: of the `load_s`
+seconds on each core, clients used `client_cpu_s` and the server used
+`server_cpu_s`.
 
 A request spends most of its time waiting for one of the 32 slots. With 200
 clients that always have a request, the latency therefore depends on the number

@@ -40,7 +40,7 @@ one seed and one bound. `best` has the best rates. `is_interrupted` says of the
 table `interruption` whether more than two versions have written the mean
 trajectory with recompute, without which it compares nothing. --picture draws
 the curves. Hardware: two CPU cores, with nothing else on them.
-docs/staleness.md has the results.
+docs/project/staleness.md has the results.
 """
 
 from collections.abc import Callable, Sequence

@@ -25,8 +25,8 @@ before, so compiling is not counted.
 
 Hardware: two CPU cores, float32, for the rows that begin with cpu. The other
 rows need a GPU, and use bfloat16 with float32 master weights. Time: three
-minutes. Result: docs/results.md has the table, and docs/performance.md that of
-a GPU.
+minutes. Result: docs/project/results.md has the table, and
+docs/project/notebook.md that of a GPU.
 
 The last line of standard output is one JSON object.
 """

@@ -17,7 +17,7 @@ The trainer is held up for cast_ms + publish_ms. Everything else runs beside it.
 Each time is the median of --repeats versions, without the first one.
 
 Hardware: any; without an accelerator, eight virtual devices. Time: two minutes.
-Result: docs/performance.md.
+Result: docs/project/notebook.md.
 
 The last line of standard output is one JSON object.
 """

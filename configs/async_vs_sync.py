@@ -8,9 +8,9 @@ times as many tokens as the mean: lengths are nearly lognormal. Generation in
 full slots takes about twice as long as training.
 
 The settings are those that were fastest for both ways of training, see
-docs/performance.md. The benchmark starts this run on two CPU devices, with a
-warm start that all variants share. `sync`, after a colon, is the same run with
-max_staleness=0.
+docs/project/notebook.md. The benchmark starts this run on two CPU devices, with
+a warm start that all variants share. `sync`, after a colon, is the same run
+with max_staleness=0.
 """
 
 import pathlib

@@ -14,8 +14,8 @@ with a learning rate of 2e-5, clipping at 0.2, a staleness of at most 8, and
 answers of up to 27 thousand tokens. The rows have the columns problem and
 answer, as those of DeepScaleR.
 
-It has not been run: no TPU was at hand. docs/clusters.md says how a run over
-several hosts is started.
+It has not been run: no TPU was at hand. docs/how-to/tpu.md says how a run
+over several hosts is started.
 """
 
 from ml_collections import config_dict

@@ -93,8 +93,8 @@ def get_config(variant: str = "0.5b") -> sections.Config:
       num_steps=150,
       tokens_per_row=2_048,
       rows_per_microbatch=rows,
-      # Ten passes over the hidden states; docs/scaling.md has the memory of
-      # other chunks.
+      # Ten passes over the hidden states; docs/project/scaling.md has the
+      # memory of other chunks.
       vocab_chunk=16_384,
       optimizer=sections.OptimizerSection(
         learning_rate=1e-6, warmup_steps=10, b2=0.95

@@ -2,7 +2,7 @@
 
     uv run launch/control.py --config=configs/lunar_lander.py --workdir=/tmp/m
 
-It needs the extra gym and two cores. docs/control.md says how it learns.
+It needs the extra gym and two cores. docs/how-to/control.md says how it learns.
 """
 
 from jaxrl_async.config import optimizer_section

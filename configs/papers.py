@@ -7,7 +7,7 @@ Variants, after a colon:
     scored      the same with a second reward, the scores of a served model
 
 The questions are files that the benchmark writes, and names on the command
-line. docs/papers.md says what is compared.
+line. docs/project/papers.md says what is compared.
 """
 
 from ml_collections import config_dict

@@ -2,10 +2,10 @@
 
 uv run launch/train.py --config=configs/quickstart.py --workdir=/tmp/quickstart
 
-It runs on two CPU cores; docs/results.md has the measured times and accuracies.
-`sync`, after a colon, is the same run with max_staleness=0, and `control` one
-with a bound that moves between 0 and 8. In `agent` the sums are asked and
-judged by an agent that uses OpenAI's client (docs/agents.md).
+It runs on two CPU cores; docs/project/results.md has the measured times and
+accuracies. `sync`, after a colon, is the same run with max_staleness=0, and
+`control` one with a bound that moves between 0 and 8. In `agent` the sums are
+asked and judged by an agent that uses OpenAI's client (docs/how-to/agents.md).
 """
 
 from ml_collections import config_dict
@@ -64,7 +64,8 @@ def get_config(variant: str = "") -> sections.Config:
       group_size=4,
       groups_per_step=32 if has_agent else 128,
       num_minibatches=4,
-      # Saves a forward pass, with the same accuracy (docs/staleness.md).
+      # Saves a forward pass, with the same accuracy
+      # (docs/project/staleness.md).
       proximal=sections.ProximalMode.LOGLINEAR,
     ),
     staleness_control=sections.StalenessControlSection(

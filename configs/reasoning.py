@@ -2,12 +2,12 @@
 
 uv run launch/train.py --config=configs/reasoning.py --workdir=/tmp/reasoning
 uv run launch/evaluate.py --checkpoint=/tmp/reasoning --output=/tmp/curve \
-  --budgets=0,4,8,16,32,64 --end='>' --samples=4
+  --budgets=0,4,8,16,32,64 --end='#' --samples=4
 
 The variants, after a colon, are the rewards that arXiv:2506.07104 compares:
 outcome (the default), length_penalty, fixed (a third of the tokens), and
 exponential, uniform and oracle, the budgets of thought that are scored
-(docs/algorithms.md).
+(docs/reference/algorithms.md).
 
 A run takes 5 to 10 minutes on two CPU cores. That is too short for a result: in
 one run each, beside other work, the sampled held-out accuracy rose from 0.25 to
@@ -26,7 +26,7 @@ from jaxrl_async.config import sections
 # The name by which this file is imported.
 HERE = "configs.reasoning"
 LONGEST = 96  # tokens of a completion
-END = ">"
+END = "#"
 CUT, MISTAKEN, REPEATED = 0.25, 0.08, 0.5  # shares of solutions, and of lines
 BUDGETS = {
   "exponential": budgets_lib.exponential(4, LONGEST, 5),
@@ -47,9 +47,19 @@ def solution(item, rng):
     if rng.random() < MISTAKEN:
       total += int(rng.choice((-1, 1)))
     lines += [f"{step}={total}\n"] * (1 + int(rng.random() < REPEATED))
-  thought = "".join(lines)
+  return some_cut("".join(lines), str(total), item, rng)
+
+
+def of_row(item, rng):
+  """Return what `solution` does, of a row with the column solution."""
+  thought, _, answer = item["metadata"]["solution"].rpartition(END)
+  return some_cut(thought, answer, item, rng)
+
+
+def some_cut(thought, answer, item, rng):
+  """Return a thought and its answer, or a part of it and the right answer."""
   if rng.random() >= CUT:
-    return f"{thought}{END}{total}"
+    return f"{thought}{END}{answer}"
   at = int(rng.integers(len(thought)))
   return f"{thought[:at]}{END}", item["answer"]
 
@@ -82,7 +92,9 @@ def get_config(variant: str = "") -> sections.Config:
       solved_score=0.5 if variant == "length_penalty" else 1.0,
       episode=budgets_lib.EPISODE if has_budgets else "",
       episode_params=config_dict.ConfigDict(
-        {"budgets": BUDGETS[variant], "end": END} if has_budgets else {}
+        {"budgets": BUDGETS[variant], "end": END, "max_tokens": 4}
+        if has_budgets
+        else {}
       ),
     ),
     warm_start=sections.WarmStartSection(

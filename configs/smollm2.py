@@ -10,7 +10,7 @@ may also be its directory, which benchmarks/smollm2_model.py can write.
 
 The pretrained model mostly begins to explain how one would find out, and is cut
 off after 24 tokens. The variant "lora" trains adapters of rank 16 alone.
-benchmarks/pretrained.py runs both, and docs/results.md has the results.
+benchmarks/pretrained.py runs both, and docs/project/results.md has the results.
 
 Products are in bfloat16 on a processor that has instructions for them, and in
 float32 on others. To continue a run on another kind of processor, set

@@ -2,7 +2,7 @@
 
 uv run launch/train.py --config=configs/tools.py --workdir=/tmp/tools
 
-It runs on two CPU cores; docs/tools.md says what was measured.
+It runs on two CPU cores; docs/how-to/tools.md says what was measured.
 The warm start guesses most answers, and some of its calls have a wrong digit.
 `alone`, after a colon, has no tool and a warm start on right answers.
 """

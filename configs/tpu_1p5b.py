@@ -8,10 +8,11 @@ A variant follows after the colon. It has the tokens of the longest trajectory
 v6e:2x4 or v5p:2x2x1. Half of the chips train and half generate. At 32k tokens
 four times as many chips share a row as at 8k, except on v5p.
 
-docs/scaling.md says what fits, and how long it takes at least. Recomputing the
-caches for new weights takes 1.4 to 2 times the tokens that are needed if all
-completions run to the limit (docs/performance.md, prefill buckets). The weights
-are random unless `--config.model.name` is the directory of a pretrained model.
+docs/project/scaling.md says what fits, and how long it takes at least.
+Recomputing the caches for new weights takes 1.4 to 2 times the tokens that are
+needed if all completions run to the limit (docs/project/notebook.md, prefill
+buckets). The weights are random unless `--config.model.name` is the directory
+of a pretrained model.
 """
 
 import dataclasses

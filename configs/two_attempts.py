@@ -2,7 +2,7 @@
 
 uv run launch/train.py --config=configs/two_attempts.py --workdir=/tmp/attempts
 
-It runs on two CPU cores; docs/environments.md says what was measured.
+It runs on two CPU cores; docs/how-to/environments.md says what was measured.
 `one`, after a colon, is the same run without the second attempt.
 """
 

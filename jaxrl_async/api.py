@@ -6,7 +6,8 @@ r"""The interface for scripts: load a policy, generate, score, train, replay.
     for completion in policy.generate("3+4\n", n=4):
       print(completion.text)
 
-It is a front for the parts that the launch scripts use; docs/api.md shows it.
+It is a front for the parts that the launch scripts use;
+docs/reference/python.md shows it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,7 +110,9 @@ def replay(
   loss: objectives.Loss | None = None,
   episode: episode_lib.Episode | None = None,
 ) -> dict[str, Any]:
-  """Replay a run from its timing record, and compare it; see docs/replay.md.
+  """Replay a run from its timing record, and compare it.
+
+  docs/how-to/replay.md says what can be replayed.
 
   This is launch/replay.py for runs that were given a source, a loss or an
   episode, which have to be given again. Bits can only be equal if XLA has the

@@ -46,7 +46,7 @@ CONFIG = config_flags.DEFINE_config_file(
   None,
   "Python file with get_config(), such as configs/quickstart.py. A variant may"
   " follow after a colon. --config.SECTION.FIELD=VALUE, placed after it, sets"
-  " one field. jaxrl_async/config/sections.py lists the fields.",
+  " one field. docs/reference/settings.md has all fields.",
 )
 WORKDIR = flags.DEFINE_string(
   "workdir", "", "Directory that holds everything the run writes."
@@ -54,9 +54,9 @@ WORKDIR = flags.DEFINE_string(
 _COMPILE_CACHE = flags.DEFINE_string(
   "compile_cache",
   "",
-  "Directory for XLA's compiled programs. By default it is that of"
-  " JAX_COMPILATION_CACHE_DIR, else in the workdir, and for a server in the"
-  " user's cache directory.",
+  "Directory for XLA's compiled programs. By default"
+  " JAX_COMPILATION_CACHE_DIR, else a folder of the workdir, and for a server a"
+  " folder of the user's cache.",
 )
 
 _LONGEST_LINE = 600  # characters of an error; long values are cut

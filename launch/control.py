@@ -1,11 +1,11 @@
 """Train a policy of observations in one of Gymnasium's environments.
 
-python launch/control.py --config=configs/cartpole.py --workdir=/tmp/cartpole
+uv run launch/control.py --config=configs/cartpole.py --workdir=/tmp/cartpole
 
 It needs the extra gym. WORKDIR/metrics.jsonl gets a line for each train step.
 The same command on the same workdir continues from its newest checkpoint. The
-last line on stdout is JSON: the metrics of the last step. docs/control.md says
-more.
+last line on stdout is JSON: the metrics of the last step.
+docs/how-to/control.md says more.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment

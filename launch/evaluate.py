@@ -1,14 +1,14 @@
 """Evaluate a policy: answer the questions of a dataset, several times each.
 
-python launch/evaluate.py --checkpoint=/tmp/quickstart --output=/tmp/evaluation
+uv run launch/evaluate.py --checkpoint=/tmp/quickstart --output=/tmp/evaluation
 
 This asks the held-out questions of a run. Any other dataset is named by
 --dataset, for example jsonl:test.jsonl, and a directory in Hugging Face's
 format can be evaluated as well. --config.SECTION.FIELD=VALUE changes one
 setting of the run, for example --config.task.reward=mathematics. OUTPUT gets
 every completion and the results. The same command continues an evaluation that
-was stopped. docs/evaluation.md explains the numbers. The last line on stdout is
-JSON.
+was stopped. docs/how-to/evaluation.md explains the numbers. The last line on
+stdout is JSON.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
@@ -69,7 +69,9 @@ _END = flags.DEFINE_string(
   "end", "", "Text with which a thought ends, with --budgets."
 )
 _FORCED_SUFFIX = flags.DEFINE_string(
-  "forced_suffix", "", "Text before a forced answer; by default that of --end."
+  "forced_suffix",
+  "",
+  "Text before a forced answer; by default the text of --end.",
 )
 _FORCED_TOKENS = flags.DEFINE_integer(
   "forced_tokens",

@@ -1,8 +1,8 @@
 """Write a policy as a directory that transformers and vLLM load.
 
-python launch/export.py --checkpoint=/tmp/quickstart --output=/tmp/exported
+uv run launch/export.py --checkpoint=/tmp/quickstart --output=/tmp/exported
 
-This takes the newest checkpoint of a run, or that of --step. Neither an
+This takes the newest checkpoint of a run, or the one of --step. Neither an
 accelerator nor a running run is disturbed: the parameters are read on the host.
 The last line on stdout is JSON.
 """

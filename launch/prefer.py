@@ -1,6 +1,6 @@
 r"""Train a policy on pairs of completions, of which one is better.
 
-python launch/prefer.py --config=configs/quickstart.py --workdir=/tmp/prefer \
+uv run launch/prefer.py --config=configs/quickstart.py --workdir=/tmp/prefer \
     --config.warm_start.checkpoint=/tmp/sft/params
 
 The section `preference` of the config says with which loss (DPO or IPO), on

@@ -1,6 +1,6 @@
 """Replay a run: generate and train again what it recorded, bit for bit.
 
-python launch/replay.py --workdir=/tmp/quickstart
+uv run launch/replay.py --workdir=/tmp/quickstart
 
 The run must have had run.record_timing, which is on by default. Every token,
 logprob and loss is compared with the record, and the train state at the end
@@ -8,8 +8,8 @@ with the checkpoint of that step, if there is one. The first difference ends the
 replay with exit status 1. Nothing is written to the workdir.
 
 The last line on stdout is JSON: `bit_exact`, and what was replayed and
-compared, or the `difference`. docs/replay.md has its keys, and says what can be
-replayed. Scripts call `jaxrl_async.replay`.
+compared, or the `difference`. docs/how-to/replay.md has its keys, and says what
+can be replayed. Scripts call `jaxrl_async.replay`.
 """
 
 import command_line  # isort: skip, first: it sets XLA's environment
@@ -35,8 +35,8 @@ _UNTIL = flags.DEFINE_integer(
 _FROM_STEP = flags.DEFINE_integer(
   "from_step",
   0,
-  "Begin with the checkpoint of this train step; of a run with"
-  " run.exact_resume.",
+  "Begin with the checkpoint of this train step. The run had"
+  " run.exact_resume, or was started or resumed at this step.",
   0,
 )
 

@@ -1,10 +1,10 @@
 r"""Label solutions, train a reward model on pairs or labels, or score with one.
 
-python launch/reward_model.py --config=FILE --workdir=/tmp/reward \
+uv run launch/reward_model.py --config=FILE --workdir=/tmp/reward \
     --config.warm_start.checkpoint=/tmp/sft/params
-python launch/reward_model.py --config=FILE --workdir=/tmp/reward \
+uv run launch/reward_model.py --config=FILE --workdir=/tmp/reward \
     --config.warm_start.checkpoint=/tmp/sft/params --score=jsonl:texts.jsonl
-python launch/reward_model.py --config=FILE --workdir=/tmp/labels \
+uv run launch/reward_model.py --config=FILE --workdir=/tmp/labels \
     --config.warm_start.checkpoint=/tmp/sft/params --labels=monte_carlo
 
 The section `preference` of the config says with which loss, on which columns of

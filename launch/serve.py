@@ -1,6 +1,6 @@
 """Serve a policy over HTTP with OpenAI's interface, and over gRPC.
 
-python launch/serve.py --workdir=/tmp/quickstart
+uv run launch/serve.py --workdir=/tmp/quickstart
 
 This serves the newest checkpoint of a run. --checkpoint=DIRECTORY serves
 parameters alone. Weights are quantised as the run's config says

@@ -1,6 +1,6 @@
 """Fine-tune a policy by supervised training: the warm start, on its own.
 
-python launch/sft.py --config=configs/quickstart.py --workdir=/tmp/sft
+uv run launch/sft.py --config=configs/quickstart.py --workdir=/tmp/sft
 
 The section `warm_start` of the config says how long and with which optimizer,
 and what the completions are. The result is WORKDIR/params. A run starts from

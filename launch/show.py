@@ -1,7 +1,7 @@
 """Read the completions that a run has sampled, or make its summary.
 
-python launch/show.py --workdir=/tmp/quickstart --sort=reward --num=10
-python launch/show.py --workdir=/tmp/quickstart --summary
+uv run launch/show.py --workdir=/tmp/quickstart --sort=reward --num=10
+uv run launch/show.py --workdir=/tmp/quickstart --summary
 
 Both also work while the run goes on, and after it died. On a terminal the
 completions are shown in a pager, and otherwise as plain text.

@@ -1,15 +1,15 @@
 """Predict the throughput of a cluster, without its devices.
 
-    python launch/simulate.py --preset=areal_1p5b
-    python launch/simulate.py --workdir=RUN
-    python launch/simulate.py --paper
-    python launch/simulate.py --slices
+    uv run launch/simulate.py --preset=areal_1p5b
+    uv run launch/simulate.py --workdir=RUN
+    uv run launch/simulate.py --paper
+    uv run launch/simulate.py --slices
 
 The controller's buffer, its bound on staleness and its batches are simulated
 with the rates of a preset: synchronous, overlapped by one step, and
 asynchronous under several bounds. Flags replace single numbers of the preset.
-docs/scaling.md says where the rates come from and how far they can be
-trusted. With --workdir the rates are those of a run that was measured, and the
+docs/project/scaling.md says where the rates come from and how far they can be
+trusted. With --workdir the rates come from a run that was measured, and the
 table has the best split of its devices for each bound instead. With --paper it
 has what AReaL's paper reports beside the same simulated, in about two minutes,
 and with --slices how fast TPU slices of 16 to 4,096 chips would train, in about
@@ -66,7 +66,7 @@ _GROUPS = flags.DEFINE_integer(
   "groups_per_step", 0, "Groups of a train step; 0 is the preset's.", 0
 )
 _OTHER = flags.DEFINE_string(
-  "other_workdir", "", "A run like that of --workdir, but with other slots."
+  "other_workdir", "", "A run like the one of --workdir, but with other slots."
 )
 _STEPS = flags.DEFINE_integer("steps", 24, "Train steps to simulate.", 12)
 _TPU_CHIPS = 64

@@ -36,7 +36,7 @@
 # and would all be lost with one of them.
 #
 # Ray and the run are systemd units on the hosts, jaxrl-ray and jaxrl-train.
-# docs/clusters.md walks through a run.
+# docs/how-to/tpu.md walks through a run.
 set -euo pipefail
 
 fail() {

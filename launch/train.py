@@ -1,6 +1,6 @@
 """Train a policy: warm start, then asynchronous reinforcement learning.
 
-python launch/train.py --config=configs/quickstart.py --workdir=/tmp/quickstart
+uv run launch/train.py --config=configs/quickstart.py --workdir=/tmp/quickstart
 
 The last line on stdout is the summary. The same command on the same workdir
 continues from its newest checkpoint.

@@ -1,6 +1,6 @@
 """Start a trainer of several processes on this machine.
 
-python launch/trainer_world.py --num_processes=2 -- \
+uv run launch/trainer_world.py --num_processes=2 -- \
   --config=configs/my_run.py --config.cluster.trainer_processes=2 ...
 
 What follows the two dashes are the flags of launch/train.py. Process 0 has this

@@ -23,7 +23,11 @@ SBATCH = LAUNCH / "slurm.sbatch"
 GKE = LAUNCH / "gke" / "run.sh"
 OWN_MACHINES = LAUNCH / "ray_cluster.sh"
 MANIFESTS = sorted((LAUNCH / "gke").glob("*.yaml"))
-CLUSTERS = ROOT / "docs" / "clusters.md"
+PAGES = [
+  ROOT / "docs" / "how-to" / f"{name}.md"
+  for name in ("clusters", "tpu", "slurm", "gke", "own_machines", "security")
+]
+SIZES = ROOT / "docs" / "how-to" / "tpu.md"
 SLICES = ("--name=run1", "--project=p", "--zone=z")
 A_RUN = (
   "--config=configs/tpu_7b.py:8k@v5p:2x2x2",
@@ -103,9 +107,14 @@ def scripts_in(manifest):
         yield from container.get("args", [])
 
 
-def code_of(page):
-  """Return the indented lines of a page, as shell commands."""
-  lines = page.read_text().splitlines()
+def text_of_pages():
+  """Return the pages on several hosts as one text."""
+  return "\n".join(page.read_text() for page in PAGES)
+
+
+def code_of_pages():
+  """Return the indented lines of these pages, as shell commands."""
+  lines = text_of_pages().splitlines()
   return "\n".join(line[4:] for line in lines if line.startswith("    "))
 
 

@@ -1,9 +1,9 @@
-"""The names of metrics in docs/metrics.md, to compare with those of a run."""
+"""The names of metrics in docs/reference/metrics.md, for tests of runs."""
 
 import pathlib
 import re
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs/reference/metrics.md"
 # Written only where the settings or the batch have something to say.
 SOMETIMES = {
   "loss/<name>",

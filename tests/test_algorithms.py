@@ -25,7 +25,7 @@ PRESETS = {
   if isinstance(function, functools.partial)
 }
 PAGE = (
-  pathlib.Path(__file__).parents[1] / "docs" / "algorithms.md"
+  pathlib.Path(__file__).parents[1] / "docs/reference/algorithms.md"
 ).read_text()
 GAE = {
   "advantage": "gae",

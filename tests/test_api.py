@@ -1,8 +1,9 @@
-"""The interface for scripts, and the program that docs/api.md prints."""
+"""The interface for scripts, and the program of docs/reference/python.md."""
 
 import json
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -15,13 +16,14 @@ import tiny
 import jaxrl_async
 from jaxrl_async.config import sections
 from jaxrl_async.devices import xla_flags
+from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.rewards import importable
 from jaxrl_async.run import train as train_lib
 from jaxrl_async.text import tokenizer as tokenizer_lib
 from jaxrl_async.types import FinishReason
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "api.md").read_text()
+PAGE = (ROOT / "docs/reference/python.md").read_text()
 (PROGRAM,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -337,6 +339,84 @@ def test_a_reward_of_the_main_script_is_imported_from_it(
     text=True,
   )
   assert printed in (ran.stdout + ran.stderr).splitlines()[-1]
+
+
+# Cells of a notebook: a program without a file, in an event loop.
+CELLS = """
+import asyncio, pickle, sys, threading
+from jaxrl_async import types
+from jaxrl_async.rewards import importable
+
+BONUS = 0.5
+LOCK = threading.Lock()
+
+def helper(text):
+  return len(text)
+
+def reward(item, completion):
+  return types.Reward(score=BONUS * helper(completion))
+
+def locked(item, completion):
+  return LOCK.locked()
+"""
+SENT = """
+made = importable.function(reward)
+BONUS = 1.0
+sys.stdout.buffer.write(pickle.dumps(made))
+"""
+REFUSED = "importable.function(locked)\n"
+TRAINS = """
+async def cell():
+  import jaxrl_async
+
+  return jaxrl_async.train(
+    "{config}", "{workdir}", reward=scored, settings={settings}
+  )
+
+def scored(item, completion):
+  return types.Reward(score=BONUS / 2, parts={{"of_cell": BONUS}})
+
+print(asyncio.run(cell())["train_steps"])
+"""
+
+
+def run_cells(code, **options):
+  return subprocess.run(
+    [sys.executable, "-c", code],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    **options,
+  )
+
+
+def test_a_reward_of_a_notebook_takes_its_variables_with_it():
+  ran = run_cells(CELLS + SENT)
+  assert ran.returncode == 0, ran.stderr
+  function = pickle.loads(ran.stdout)
+  assert function({}, "four").score == 2.0
+  assert not isinstance(function, importable.OfNotebook)
+
+
+def test_a_reward_of_a_notebook_that_cannot_be_sent_is_refused():
+  ran = run_cells(CELLS + REFUSED)
+  assert (
+    b"ValueError: locked reads a variable that cannot be sent" in ran.stderr
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+def test_a_run_takes_a_reward_of_a_notebook(tmp_path):
+  settings = {"warm_start.num_steps": 2, "train.num_steps": 1}
+  code = TRAINS.format(
+    settings=settings, config=ROOT / "configs/tiny.py", workdir=tmp_path / "run"
+  )
+  ran = run_cells(CELLS + code, timeout=1_800)
+  assert ran.returncode == 0, ran.stderr.decode()[-4000:]
+  assert ran.stdout.split()[-1] == b"1"
+  step = metrics_lib.by_step(tmp_path / "run")[-1]
+  assert step["reward/mean"] == 0.25
+  assert step["reward/parts/of_cell"] == 0.5
 
 
 def test_a_script_without_a_guard_is_told_about_it(monkeypatch, tmp_path):

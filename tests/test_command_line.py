@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import command_line_page
 import pytest
 
 from jaxrl_async.assembly import config_checks
@@ -96,9 +97,10 @@ def test_a_servers_bad_flag_is_told_before_anything_heavy_is_imported():
   check(done, ["grpc_port", "81"])
 
 
-@pytest.mark.parametrize(
-  "script", ["train", "sft", "prefer", "reward_model", "serve", "show"]
-)
+QUICK = ("train", "sft", "prefer", "reward_model", "serve", "show")
+
+
+@pytest.mark.parametrize("script", QUICK)
 def test_help_is_short_quick_and_names_what_is_needed(script):
   done = launch_light("--help", script=script)
   assert done.returncode == 0
@@ -109,8 +111,21 @@ def test_help_is_short_quick_and_names_what_is_needed(script):
   assert "  --workdir=" in done.stdout
   has_config = script not in ("serve", "show")
   assert ("  --config=FILE" in done.stdout) is has_config
-  assert ("jaxrl_async/config/sections.py" in done.stdout) is has_config
+  assert ("docs/reference/settings.md" in done.stdout) is has_config
   assert "--alsologtostderr" not in done.stdout
+  assert command_line_page.part(script, done.stdout) in (
+    command_line_page.PAGE.read_text()
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "script", sorted({*command_line_page.SCRIPTS} - {*QUICK})
+)
+def test_the_page_has_the_help_of_the_other_scripts(script):
+  done = launch("--help", script=script)
+  page = command_line_page.PAGE.read_text()
+  assert command_line_page.part(script, done.stdout) in page
 
 
 @pytest.mark.parametrize(
@@ -218,7 +233,7 @@ def test_a_platform_that_gives_no_devices_is_one_line():
 
 
 def test_the_config_of_the_page_works_from_any_folder(tmp_path, monkeypatch):
-  page = (ROOT / "docs" / "running.md").read_text()
+  page = (ROOT / "docs/how-to/running.md").read_text()
   blocks = re.findall(r"(?s)```python\n(.*?)```", page)
   (text,) = [block for block in blocks if "def get_config" in block]
   monkeypatch.chdir(tmp_path)

@@ -101,7 +101,7 @@ def test_rows_and_slots_divide_over_their_axis(path, value, axis):
 
 
 def test_the_page_of_all_settings_is_that_of_the_source():
-  path = pathlib.Path(__file__).parents[1] / "docs" / "settings.md"
+  path = pathlib.Path(__file__).parents[1] / "docs/reference/settings.md"
   assert path.read_text() == settings_page.page()
 
 

@@ -1,4 +1,4 @@
-"""The programs of docs/extending.md, run as they are printed there."""
+"""The programs of docs/how-to/extending.md, run as they are printed there."""
 
 import json
 import os
@@ -7,20 +7,14 @@ import re
 import subprocess
 import sys
 
+import printed_page
 import pytest
 
 from jaxrl_async.reporting import metrics as metrics_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 TIMEOUT_S = 600
-PROGRAMS = {
-  re.match(r'"""(\w+)\.py:', program)[1]: program
-  for program in re.findall(
-    r"```python\n(.*?)```",
-    (ROOT / "docs" / "extending.md").read_text(),
-    re.DOTALL,
-  )
-}
+PROGRAMS = printed_page.programs("how-to/extending.md")
 # Metrics that the program's own part must have changed.
 SEEN = {
   "my_loss": ("loss/weight", lambda x: 0.5 < x < 2.0),
@@ -33,7 +27,7 @@ SEEN = {
 
 def on_a_cpu():
   """The variables that the page sets."""
-  text = (ROOT / "docs" / "extending.md").read_text()
+  text = (ROOT / "docs/how-to/extending.md").read_text()
   (line,) = re.findall(r"^    export (.*)$", text, re.MULTILINE)
   return dict(setting.split("=") for setting in line.split())
 

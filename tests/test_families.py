@@ -47,7 +47,7 @@ LENGTHS = (5, 11)  # of the prompts that are continued
 # The cases of the default run, which have all that the others have.
 QUICK = (
   *("gemma2-windows-caps", "gemma3", "smollm3", "olmo3"),
-  *("phi4-mini-long", "granite", "exaone4", "qwen3.5"),
+  *("phi4-mini-long", "granite", "exaone4", "qwen3-moe", "qwen3.5"),
 )
 
 
@@ -279,6 +279,34 @@ CASES = [
     lengths=(70, 9),
     tie_word_embeddings=True,
   ),
+  case(
+    "qwen3-moe",
+    "Qwen3Moe",
+    3,
+    1,
+    36,
+    head_dim=20,
+    moe_intermediate_size=28,
+    num_experts=5,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    attention="blocks",
+    dtype="bfloat16",
+    num_shards=3,
+  ),
+  case(
+    "qwen3-moe-plain",
+    "Qwen3Moe",
+    4,
+    2,
+    24,
+    moe_intermediate_size=17,
+    num_experts=7,
+    num_experts_per_tok=3,
+    norm_topk_prob=False,
+    tie_word_embeddings=True,
+    layers=3,
+  ),
   case("qwen2-yarn", "Qwen2", 2, 1, 32, rope_parameters=YARN),
   case(
     "llama-dynamic",
@@ -368,6 +396,22 @@ def logits_of(model, params, batch, attention="xla"):
   return np.asarray(compute(params))
 
 
+def gradients_of(reference):
+  """Gradients by the names of the files, which have each expert by itself."""
+  found = {}
+  for name, parameter in reference.named_parameters():
+    start, is_expert, fused = name.rpartition(".experts.")
+    if not is_expert:
+      found[name] = parameter.grad
+      continue
+    names = {"gate_up_proj": ("gate_proj", "up_proj")}.get(fused, (fused,))
+    for expert, gradient in enumerate(parameter.grad):
+      parts = gradient.chunk(len(names))
+      for part, own in zip(parts, names, strict=True):
+        found[f"{start}.experts.{expert}.{own}.weight"] = part
+  return found
+
+
 def test_logits_and_gradients_are_those_of_transformers(pair):
   sequences = sequences_of(pair.case)
   batch = rows_of(sequences)
@@ -397,13 +441,13 @@ def test_logits_and_gradients_are_those_of_transformers(pair):
     logprobs = torch.log_softmax(expected / settings.temperature, -1)
     picked = logprobs[:-1].gather(1, inputs[0, 1:, None])[:, 0]
     (picked * torch.tensor(weights[0, here][1:])).sum().backward()
-  expected = dict(pair.reference.named_parameters())
+  expected = gradients_of(pair.reference)
   for name, parts in hf_tensors.places(pair.model).items():
     found = [
       hf_weights._as_stored(gradients, part, np.dtype("float32"))
       for part in parts
     ]
-    gradient = expected[name].grad.numpy()
+    gradient = expected[name].numpy()
     assert np.abs(gradient).max() > 0
     np.testing.assert_allclose(
       np.concatenate(found),
@@ -579,6 +623,8 @@ def modules_of(pair):
     if family.architecture == f"{pair.case.family}ForCausalLM"
   )
   fused = {x for parts in families.FAMILIES[name].fused.values() for x in parts}
+  if pair.model.experts is not None:
+    fused |= {*configs.DENSE_KERNELS}
   return tuple(x for x in sections.LORA_MODULES if x not in fused)
 
 

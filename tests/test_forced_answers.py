@@ -481,11 +481,15 @@ def test_solutions_are_right_or_cut_and_cuts_are_only_shown():
   made = [reasoning.solution(item, rng) for _ in range(400)]
   cut = [x for x in made if isinstance(x, tuple)]
   assert 0.2 < len(cut) / len(made) < 0.3
-  assert all(a.endswith(">") and b == "2" for a, b in cut)
+  assert all(a.endswith("#") and b == "2" for a, b in cut)
   whole = [x for x in made if isinstance(x, str)]
-  assert 0.6 < np.mean([x.endswith("\n>2") for x in whole]) < 0.95
+  assert 0.6 < np.mean([x.endswith("\n#2") for x in whole]) < 0.95
+  # The teacher of a row errs, and what follows a cut does not.
+  row = {"answer": "2", "metadata": {"solution": "1+1=3\n#3"}}
+  rows = {reasoning.of_row(row, rng) for _ in range(200)}
+  assert rows == {"1+1=3\n#3", *((f"{'1+1=3'[:n]}#", "2") for n in range(6))}
   completion = types.Completion(
-    text="4-1=3\n>2",
+    text="4-1=3\n#2",
     answer="2",
     turns=(),
     tokens=np.arange(8),

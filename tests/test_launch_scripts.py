@@ -414,7 +414,7 @@ def all_runs():
       for path in launch_world.MANIFESTS
       for s in launch_world.scripts_in(path)
     ),
-    launch_world.code_of(launch_world.CLUSTERS),
+    launch_world.code_of_pages(),
   ]
   return [run for text in texts for run in launch_world.runs_in(text)]
 
@@ -434,9 +434,9 @@ def test_every_setting_that_scripts_and_page_use_exists():
 
 def test_settings_that_the_page_mentions_exist():
   config = launch_world.config_of(["--config=configs/tiny.py"])
-  page = launch_world.CLUSTERS.read_text()
+  page = launch_world.text_of_pages()
   sections = "cluster|mesh|rollout|train|transfer|run|algorithm|task"
-  metrics = (ROOT / "docs" / "metrics.md").read_text()
+  metrics = (ROOT / "docs/reference/metrics.md").read_text()
   named = re.findall(rf"`((?:{sections})\.\w+)[`=]", page)
   for name in (n for n in named if not n.endswith("_")):
     section, field = name.split(".")
@@ -447,14 +447,14 @@ def test_settings_that_the_page_mentions_exist():
 
 
 def test_files_that_scripts_and_page_mention_exist():
-  files = [*SCRIPTS, launch_world.CLUSTERS, *(ROOT / "launch").glob("*.yaml")]
+  files = [*SCRIPTS, *launch_world.PAGES, *(ROOT / "launch").glob("*.yaml")]
   files += (ROOT / "launch" / "gke").iterdir()
   folders = "launch|configs|docs|tests|benchmarks|jaxrl_async"
   name = rf"(?<![\w/])(?:{folders})/[\w./-]*\.(?:py|sh|md|yaml|sbatch)\b"
   for file in files:
     for mentioned in re.findall(name, file.read_text()):
       assert (ROOT / mentioned).exists(), f"{file}: {mentioned}"
-  page = launch_world.CLUSTERS.read_text()
+  page = launch_world.text_of_pages()
   for mentioned in re.findall(r"`(tpu_\w+\.py):", page):
     assert (ROOT / "configs" / mentioned).exists()
 
@@ -470,14 +470,14 @@ def rows_of(page, first):
 
 
 def test_sizes_of_slices_are_those_of_the_page_on_scaling():
-  scaling = ROOT / "docs" / "scaling.md"
+  scaling = ROOT / "docs/project/scaling.md"
   expected = []
   for row in rows_of(scaling, "model | tokens | slice"):
     model, tokens, name, _, train, _, rollout, of, _, update = row[:10]
     seconds = update.split()[0] if row[13] == "yes" else "does not fit"
     expected.append([model, tokens, name, train, rollout, of, seconds])
   found = []
-  for row in rows_of(launch_world.CLUSTERS, "model | tokens | config"):
+  for row in rows_of(launch_world.SIZES, "model | tokens | config"):
     model, tokens, config, trains, train, replica, rollout, of, update = row
     variant, name = re.fullmatch(r"`tpu_\w+\.py:(\w+)@(.*)`", config).groups()
     assert variant == tokens and trains == replica

@@ -295,7 +295,7 @@ def test_words_mean_one_thing():
 
 
 def test_the_page_of_the_structure_names_what_a_user_starts_and_each_folder():
-  page = (ROOT / "docs" / "structure.md").read_text()
+  page = (ROOT / "docs/project/structure.md").read_text()
   for folder in ("launch", "configs"):
     for path in (ROOT / folder).rglob("*.*"):
       if path.parent.name != "__pycache__":
@@ -317,7 +317,7 @@ def test_the_first_line_of_each_file_says_what_it_is():
 
 
 @pytest.mark.parametrize(
-  "page", ["README.md", "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+  "page", ["README.md", "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 )
 def test_links_of_the_documents_lead_to_files(page):
   page = ROOT / page
@@ -325,4 +325,18 @@ def test_links_of_the_documents_lead_to_files(page):
   links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
   files = [link for link in links if "://" not in link]
   missing = [link for link in files if not (page.parent / link).exists()]
+  assert not missing
+
+
+def test_each_page_that_a_file_names_exists():
+  files = [*python_files(), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+  files += [ROOT / "pyproject.toml", *(ROOT / "launch").rglob("*.*")]
+  files += [ROOT / "CONTRIBUTING.md", ROOT / "zensical.toml"]
+  missing = {
+    f"{path.relative_to(ROOT)}: {page}"
+    for path in files
+    if path.parent.name != "__pycache__"
+    for page in re.findall(r"(?<![\w/])docs/[\w/-]*\.md", path.read_text())
+    if not (ROOT / page).exists()
+  }
   assert not missing

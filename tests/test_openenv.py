@@ -22,7 +22,7 @@ def test_a_missing_package_is_said_in_one_line():
   if importlib.util.find_spec("openenv"):
     pytest.skip("the package openenv is installed")
   task = sections.TaskSection(episode="openenv")
-  with pytest.raises(sections.ConfigError, match="docs/environments.md") as e:
+  with pytest.raises(sections.ConfigError, match="environments.md") as e:
     assembly.episode_of(task)
   text = str(e.value)
   assert text.startswith("task.episode: ") and "\n" not in text
@@ -33,7 +33,7 @@ def test_a_missing_package_is_said_in_one_line():
 @pytest.mark.nightly
 @pytest.mark.timeout(TIMEOUT_S)
 def test_the_episode_plays_with_the_package(tmp_path):
-  """Installs as docs/environments.md says, and runs the tests there."""
+  """Installs as docs/how-to/environments.md says, and runs the tests there."""
   uv = shutil.which("uv")
   assert uv is not None
   environment = tmp_path / "environment"

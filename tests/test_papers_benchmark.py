@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import paper_efficiency
 import paper_models
 import paper_preference
 import paper_rewards
@@ -31,6 +32,7 @@ _SCHEMA = {
   "score": float,
   "num_tokens": int,
   "finish_reason": str,
+  "parts": str,
 }
 
 
@@ -59,6 +61,14 @@ class Launches:
     return {k.removeprefix("config."): v for k, v in found.items()}
 
 
+def parts(score, budgets=None, **options):
+  """Return the parts of a reward; half of a thought of 10 tokens is enough."""
+  del options
+  cuts = budgets["budgets"] if budgets else ()
+  found = {f"budget/{x}": score * (x >= 5) for x in cuts}
+  return json.dumps({"budget/thought_tokens": 10.0, **found})
+
+
 class Models:
   """Stands for `paper_models`; every third answer is right."""
 
@@ -77,7 +87,10 @@ class Models:
       for sample in range(options["samples"]):
         is_right = (number + sample) % 3 == 0
         text = f"1+1=2\n1+1=2\n#{row['answer'] if is_right else 99}"
-        values = (number, sample, "", text, float(is_right), 16, "eos")
+        values = (
+          *(number, sample, "", text, float(is_right), 16, "eos"),
+          parts(float(is_right), **options),
+        )
         rows.append(dict(zip(_SCHEMA, values, strict=True)))
     (output / "completions").mkdir(parents=True)
     columns.write(output / "completions" / "000000.parquet", rows, _SCHEMA)
@@ -121,7 +134,7 @@ def test_a_solution_has_a_true_line_for_each_operation_and_the_answer():
     for line in lines:
       left, right = line.split("=")
       assert eval(left) == int(right) and left.startswith(before)
-      assert 0 <= int(right) <= 19
+      assert 0 <= int(right) <= 9
       before = right
 
 
@@ -306,13 +319,15 @@ def test_rewards_are_those_of_the_model_that_a_rule_names(tmp_path):
   assert len({*full.further, *paper_rewards.RULES}) == 6 + 8
 
 
-@pytest.mark.parametrize("run", [paper_preference.run, paper_rewards.run])
+@pytest.mark.parametrize(
+  "run", [paper_preference.run, paper_rewards.run, paper_efficiency.run]
+)
 def test_a_study_goes_on_where_it_was_stopped(run, tmp_path):
   whole = Launches()
   expected = run(a_study(tmp_path / "whole", whole))
   made = []
   models = Models()
-  for fails_at in (0, 3, 4, None):
+  for fails_at in (0, 3, 2, None):
     launch = Launches(fails_at)
     study = a_study(tmp_path / "stopped", launch, models)
     if fails_at is None:
@@ -579,7 +594,7 @@ def test_the_divergence_is_the_mean_difference_of_summed_logprobs(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("paper", ["preference", "rewards"])
+@pytest.mark.parametrize("paper", ["preference", "rewards", "efficiency"])
 def test_every_stage_runs_and_a_killed_program_goes_on(paper, tmp_path):
   command = [
     *(sys.executable, str(ROOT / "benchmarks" / "papers.py"), "--quick"),
@@ -597,7 +612,8 @@ def test_every_stage_runs_and_a_killed_program_goes_on(paper, tmp_path):
   assert done.stat().st_mtime_ns == made
   said = json.loads(again.stdout.splitlines()[-1])
   assert said["paper"] == paper
-  assert len(said["rows"]) == (12 if paper == "preference" else 8)
+  num_rows = {"preference": 12, "rewards": 8, "efficiency": 7}
+  assert len(said["rows"]) == num_rows[paper]
   verdicts = {paper_study.HOLDS, paper_study.FAILS, paper_study.OPEN}
   assert all(x["verdict"] in verdicts for x in said["claims"])
   if paper == "preference":

@@ -255,7 +255,7 @@ def test_the_next_attempt_may_succeed(score):
 
 
 def test_the_server_of_the_documentation_works():
-  page = pathlib.Path(__file__).parents[1] / "docs" / "rewards.md"
+  page = pathlib.Path(__file__).parents[1] / "docs/how-to/rewards.md"
   (program,) = re.findall(
     r'```python\n("""my_server.py.*?)```', page.read_text(), re.DOTALL
   )

@@ -1,15 +1,15 @@
-"""The environment that docs/environments.md prints, as it is printed there."""
+"""The environment of docs/how-to/environments.md, as it is printed there."""
 
 import asyncio
 import importlib
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
 import numpy as np
+import printed_page
 import pytest
 import tiny
 
@@ -20,11 +20,7 @@ from jaxrl_async.text import tokenizer as tokenizer_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 TOKENIZER = tokenizer_lib.character_level()
-(PROGRAM,) = re.findall(
-  r"```python\n(.*?)```",
-  (ROOT / "docs" / "environments.md").read_text(),
-  re.DOTALL,
-)
+PROGRAM = printed_page.programs("how-to/environments.md")["my_environment"]
 
 
 @pytest.fixture

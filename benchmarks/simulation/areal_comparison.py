@@ -2,7 +2,7 @@
 
 The paper is arXiv:2505.24298. Three numbers are targets of a calibration, and
 the speedup of each larger model has its asynchronous hours in it; what else the
-simulator was given is in docs/scaling.md.
+simulator was given is in docs/project/scaling.md.
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 The rates of a decode step follow from the architecture and from the rates of a
 chip: all weights and all cached tokens are read once in a step. Those of a
-train step are published or compiled, as `docs/scaling.md` says of each.
+train step are published or compiled, as `docs/project/scaling.md` says of each.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Model:
   cached_bytes: int
 
 
-# H800: the data sheet. layer_s is calibrated; see docs/scaling.md.
+# H800: the data sheet. layer_s is calibrated; see docs/project/scaling.md.
 H800 = Chip(
   flops_per_s=989e12,
   bytes_per_s=3.35e12,
@@ -48,7 +48,8 @@ H800 = Chip(
   layer_s=9e-5,
   efficiency=0.8,
 )
-# As devices.tpu_chips has them. The rates are reached, as docs/scaling.md says.
+# As devices.tpu_chips has them. The rates are reached, as
+# docs/project/scaling.md says.
 TPUS = {
   "v5e": Chip(
     flops_per_s=197e12,
@@ -215,7 +216,8 @@ def areal(name: str) -> throughput.Cluster:
 
 
 # Seconds of `proximal` and `update` at 8k tokens in the table of
-# docs/scaling.md, the devices that they are of, and the devices of a replica.
+# docs/project/scaling.md, the devices that they are of, and the devices of a
+# replica.
 _TPU_ROWS = {
   "1p5b_v5e": (16.432 + 61.619, 4, 1),
   "1p5b_v5p": (14.105 + 52.893, 2, 1),

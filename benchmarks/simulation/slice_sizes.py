@@ -1,6 +1,6 @@
 """How fast TPU slices of several sizes would train, by simulation.
 
-The rates are those of compiled programs; see docs/scaling.md.
+The rates are those of compiled programs; see docs/project/scaling.md.
 """
 
 from collections.abc import Iterator

@@ -127,6 +127,8 @@ def _check_divided(
     "mlp": (model.mlp_dim, "MLP dimension"),
     "layers": (model.num_layers, "number of layers"),
   }
+  if model.experts is not None:
+    sizes["experts"] = model.experts.num_experts, "number of experts"
   checked = [*sizes.items()]
   if model.delta is not None:
     own, either = model.delta, len(model.layers_with("query"))

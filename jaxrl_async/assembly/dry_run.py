@@ -10,6 +10,7 @@ from jaxrl_async.assembly import device_checks
 from jaxrl_async.assembly import setup as setup_lib
 from jaxrl_async.data import source as source_lib
 from jaxrl_async.devices import mesh as mesh_lib
+from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.planning import aot
 from jaxrl_async.planning import memory_estimate
@@ -80,6 +81,13 @@ def _lora(setup: setup_lib.Setup) -> list[str]:
   ]
 
 
+def _active(model: configs.ModelConfig) -> str:
+  """Return how many parameters a token uses, if these are not all."""
+  if model.experts is None:
+    return ""
+  return f" {model.num_active_params:,} of them for each token,"
+
+
 def report(
   setup: setup_lib.Setup,
   *,
@@ -124,7 +132,7 @@ def report(
     *_data(setup.source),
     "Model",
     f"  {config.model.name:<16} {model.num_params:,} parameters,"
-    f" vocabulary {model.vocab_size:,}",
+    f"{_active(model)} vocabulary {model.vocab_size:,}",
     *_lora(setup),
     "Memory a device, estimated",
     f"  training slice   {memory_estimate.size(training.total)}:"

@@ -418,7 +418,10 @@ def _model_config(
   model = model.within(
     longest_tokens(config, model, is_supervised=is_supervised)
   )
-  return dataclasses.replace(model, lora=lora_lib.of_section(config.model.lora))
+  lora = lora_lib.of_section(config.model.lora)
+  why = model.why_no_adapters(lora)
+  sections.require(not why, "model.lora.modules", why)
+  return dataclasses.replace(model, lora=lora)
 
 
 def _teacher_config(

@@ -36,7 +36,7 @@ SCHEDULES = (
 class AdvantageScale(enum.Enum):
   """The divisor of rewards minus their baseline.
 
-  STD is the standard deviation of the group, and BATCH_STD that of the whole
+  STD is the standard deviation of the group, and BATCH_STD of the whole
   batch. Where tokens of a trajectory differ, as those of gae do, BATCH_STD also
   subtracts the mean of the batch's tokens.
   """
@@ -195,7 +195,9 @@ def has_no_critic(section: Any, config: Any) -> str:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class AlgorithmSection:
-  """The algorithm; docs/algorithms.md has the equation of each choice.
+  """The algorithm.
+
+  docs/reference/algorithms.md has the equation of each choice.
 
   The defaults are AReaL's: advantages relative to the group, and the decoupled
   PPO loss. `config.algorithms` has the settings of other methods.
@@ -257,7 +259,7 @@ class AlgorithmSection:
   )
   """Temperature of sapo's gate elsewhere."""
   aggregation: Aggregation = setting(Aggregation.TOKEN_MEAN, unread=(_AVERAGE,))
-  """From the losses of tokens to that of a minibatch."""
+  """From the losses of tokens to the loss of a minibatch."""
   aggregation_tokens: int = setting(0, low=0, unread=(_CONSTANT,))
   """The constant of SEQUENCE_SUM; 0 takes rollout.max_completion_tokens."""
   proximal: ProximalMode = setting(ProximalMode.RECOMPUTE)

@@ -4,8 +4,8 @@
 
 Each function returns the section with the choices of its paper. Every other
 field has its default, or the value that is passed: sizes and staleness belong
-to the run, not to the method. docs/algorithms.md has the equations, and says
-where they differ from the papers'.
+to the run, not to the method. docs/reference/algorithms.md has the equations,
+and says where they differ from the papers'.
 
 All of them correct for stale tokens by the behavior weight of AReaL, which is 1
 in a run with max_staleness=0, unless the method has a correction of its own.

@@ -191,7 +191,9 @@ class ShardingRules:
   head: tuple[str, ...] = _axes()
   """The numbers of a head."""
   mlp: tuple[str, ...] = _axes("tensor")
-  """The hidden layer of an MLP."""
+  """The hidden layer of an MLP, or of each expert."""
+  experts: tuple[str, ...] = _axes()
+  """The experts of a layer."""
 
 
 def _rollout_rules() -> ShardingRules:
@@ -474,7 +476,7 @@ class EvalSection:
     needs=("dataset",),
     free="each has metrics of its own name; nothing stored depends on it",
   )
-  """Further sets of questions by name; docs/evaluation.md explains them."""
+  """Further sets of questions by name; see docs/how-to/evaluation.md."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

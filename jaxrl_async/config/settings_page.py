@@ -1,6 +1,6 @@
-"""The page of all settings, docs/settings.md, from the settings themselves.
+"""The page docs/reference/settings.md, made from the settings themselves.
 
-uv run python -m jaxrl_async.config.settings_page > docs/settings.md
+uv run python -m jaxrl_async.config.settings_page > docs/reference/settings.md
 """
 
 import ast

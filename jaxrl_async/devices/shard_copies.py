@@ -14,7 +14,7 @@ others. `copied` then copies each shard to every device that wants it.
 would be one program on all of them, which only one thread may start. It would
 also give each device a copy of an array that the other mesh does not split, and
 for some pairs of shardings XLA copies the whole array to each device on the way
-(docs/performance.md, "Weight transfer").
+(docs/project/notebook.md, "Weight transfer").
 
 A program starts when its device has ended what it was given before. If that may
 be a train step, the thread that trains should call `regrouped` before it begins

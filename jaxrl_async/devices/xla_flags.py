@@ -19,8 +19,8 @@ REPEATS_ON_GPU = "--xla_gpu_deterministic_ops=true"
 _PROCESSOR = pathlib.Path("/proc/cpuinfo")
 _GPU_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 # With this flag, GPUs sum the gradients of a layer while they compute the next
-# one. Programs of a single GPU stay as they are. docs/scaling.md has the other
-# flags that were tried.
+# one. Programs of a single GPU stay as they are. docs/project/scaling.md has
+# the other flags that were tried.
 _OF_GPUS = "--xla_gpu_enable_pipelined_all_reduce"
 
 
@@ -34,7 +34,7 @@ def of_same_bits() -> str:
 
   Which products depend on the row of the batch differs between processors:
   those of YNNPACK do with AVX-512, and XLA's own ones do without it.
-  "Randomness is a function" in docs/design.md has the measurements.
+  docs/explanation/overview.md, "Randomness is a function", has measurements.
 
   Returns:
     The flag, or "" if none is needed.

@@ -161,6 +161,7 @@ class Engine(jetstream_api.Engine):
       num_end_tokens=self.num_end_tokens,
       dtype=self.dtype,
       cache_dtype=jnp.dtype("float32") if is_cpu else self.dtype,
+      on_mesh=mesh_lib.Layout(mesh=mesh, rules=rules),
     )
     self._has_adapters = programs.has_adapters
     held = self.params_sharding

@@ -7,6 +7,7 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
 from jaxrl_async.engine import kv_cache
 from jaxrl_async.engine import sampling
@@ -16,6 +17,7 @@ from jaxrl_async.engine.decode_state import EngineSizes
 from jaxrl_async.engine.decode_state import Insertion
 from jaxrl_async.engine.decode_state import Prefix
 from jaxrl_async.models import configs
+from jaxrl_async.models import experts as experts_lib
 from jaxrl_async.models import gated_delta
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import reference
@@ -32,6 +34,8 @@ class Programs:
     num_end_tokens: number of end tokens that fit into a slot.
     dtype: dtype of weights and activations.
     cache_dtype: dtype of cached keys and values.
+    on_mesh: the mesh and its rules, for what the compiler would split badly.
+      None leaves all of it to the compiler.
   """
 
   model: configs.ModelConfig
@@ -42,6 +46,16 @@ class Programs:
   num_end_tokens: int
   dtype: jnp.dtype
   cache_dtype: jnp.dtype
+  on_mesh: mesh_lib.Layout | None = None
+
+  def _placement(self, *, is_prefill: bool) -> experts_lib.Placement | None:
+    """Return how the states of tokens are split."""
+    if self.on_mesh is None:
+      return None
+    if not is_prefill:
+      return experts_lib.Placement(self.on_mesh, ("batch",))
+    rows = self.sizes.prefill_rows_axis(self.on_mesh)
+    return experts_lib.Placement(self.on_mesh, (rows, None))
 
   @property
   def has_adapters(self) -> bool:
@@ -112,7 +126,12 @@ class Programs:
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(tokens, self.dtype)
     _, cache = model.hidden(
-      embedded, positions, attend, rows=adapters, recur=recur
+      embedded,
+      positions,
+      attend,
+      rows=adapters,
+      recur=recur,
+      placement=self._placement(is_prefill=True),
     )
     return Prefix(
       cache=cache, tokens=tokens, lengths=lengths, adapters=adapters
@@ -212,7 +231,12 @@ class Programs:
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(tokens, self.dtype)
     _, cache = model.hidden(
-      embedded, positions, attend, rows=prefix.adapters, recur=recur
+      embedded,
+      positions,
+      attend,
+      rows=prefix.adapters,
+      recur=recur,
+      placement=self._placement(is_prefill=True),
     )
     return dataclasses.replace(prefix, cache=cache)
 
@@ -362,6 +386,7 @@ class Programs:
       recur=lambda layer, inputs, filters, activation: gated_delta.step(
         inputs, filters, activation, state.cache[layer]
       ),
+      placement=self._placement(is_prefill=False),
     )
     logits = model.logits(hidden)
     filters = None

@@ -20,16 +20,19 @@ class Projection(NamedTuple):
     stored: its name in a layer of Hugging Face's format.
     inputs: names of the axes that a product sums over; they come first.
     outputs: names of the other axes.
+    groups: names of axes in front of them, along which there are matrices for
+      different tokens. In files these are tensors of their own.
   """
 
   stored: str
   inputs: tuple[str, ...]
   outputs: tuple[str, ...]
+  groups: tuple[str, ...] = ()
 
   @property
   def axes(self) -> tuple[str, ...]:
     """The names of all axes."""
-    return self.inputs + self.outputs
+    return self.groups + self.inputs + self.outputs
 
   @property
   def logical_axes(self) -> tuple[str, ...]:
@@ -44,7 +47,7 @@ _SPLIT_AS = {
   "delta_key": "head",
   "delta_value": "head",
 }
-# All of them, in the order in which they are initialised.
+# Those of layers without experts, in the order in which they are initialised.
 PROJECTIONS = {
   "query": Projection("self_attn.q_proj", ("embed",), ("heads", "head")),
   "key": Projection("self_attn.k_proj", ("embed",), ("kv_heads", "head")),
@@ -77,6 +80,20 @@ PROJECTIONS = {
 }
 _OF_ATTENTION = ("query", "key", "value", "output")
 _OF_DELTA = "delta"
+DENSE_KERNELS = "gate", "up", "down"
+# What a layer of experts has in place of these, beside its router.
+EXPERT_KERNELS = {
+  "expert_gate": Projection(
+    "mlp.experts.{}.gate_proj", ("embed",), ("mlp",), ("experts",)
+  ),
+  "expert_up": Projection(
+    "mlp.experts.{}.up_proj", ("embed",), ("mlp",), ("experts",)
+  ),
+  "expert_down": Projection(
+    "mlp.experts.{}.down_proj", ("mlp",), ("embed",), ("experts",)
+  ),
+}
+ROUTER = "mlp.gate"  # in a layer of Hugging Face's format
 
 
 class Norms(enum.StrEnum):
@@ -248,6 +265,29 @@ class Lora:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+  """A feed-forward of which each token uses a part; see `models.experts`.
+
+  Attributes:
+    num_experts: in each layer.
+    num_per_token: how many of them a token is fed to.
+    has_normed_weights: the weights of a token's experts are divided by their
+      sum.
+  """
+
+  num_experts: int
+  num_per_token: int
+  has_normed_weights: bool = True
+
+  def __post_init__(self):
+    if not 0 < self.num_per_token <= self.num_experts:
+      raise ValueError(
+        f"num_per_token {self.num_per_token} is not between 1 and num_experts"
+        f" {self.num_experts}"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """Sizes and switches of a decoder.
 
@@ -258,6 +298,9 @@ class ModelConfig:
     has_qkv_bias: Qwen2's biases of queries, keys and values.
     has_qk_norm: Qwen3's RMSNorm of each query and key head.
     has_wide_qk_norm: OLMo's, of all heads of a token together.
+    mlp_dim: hidden size of the feed-forward, or of each expert.
+    experts: the feed-forward of all layers is one of experts; None is a dense
+      one.
     norms: where the norms of a layer are.
     has_centred_norms: norms multiply by 1 + w instead of w, as in Gemma.
     activation: of the gate, one of `ACTIVATIONS`.
@@ -305,6 +348,7 @@ class ModelConfig:
   has_qkv_bias: bool = False
   has_qk_norm: bool = False
   has_wide_qk_norm: bool = False
+  experts: Experts | None = None
   norms: Norms = Norms.BEFORE
   has_centred_norms: bool = False
   activation: str = "silu"
@@ -375,6 +419,8 @@ class ModelConfig:
       )
     if self.is_delta and (windows or self.has_rotary):
       raise ValueError("is_delta: such a model has no windows or has_rotary")
+    if why := self.why_no_adapters(self.lora):
+      raise ValueError(f"lora.modules {why}")
 
   def layers_with(self, leaf: str) -> tuple[int, ...]:
     """Return the layers that have a parameter, or an adapter of it."""
@@ -396,6 +442,21 @@ class ModelConfig:
   def num_attention_layers(self) -> int:
     """The number of layers that mix by attention."""
     return self.num_layers - sum(self.is_delta)
+
+  def why_no_adapters(self, lora: Lora | None) -> str:
+    """Return why the model cannot have these adapters, or "".
+
+    In PEFT's format, an adapter of experts is one for gate and up together,
+    which transformers 5 holds in one parameter. Ours would be two.
+    """
+    if self.experts is None or lora is None:
+      return ""
+    if dense := [name for name in DENSE_KERNELS if name in lora.modules]:
+      return (
+        f"has {dense[0]}, but the feed-forward has experts, on which there are"
+        f" no adapters; leave {', '.join(DENSE_KERNELS)} out"
+      )
+    return ""
 
   @property
   def base(self) -> "ModelConfig":
@@ -451,8 +512,19 @@ class ModelConfig:
     return dataclasses.replace(self, rope_scaling=scaling)
 
   @property
+  def projections(self) -> dict[str, Projection]:
+    """The kernels of all layers by name, without routers."""
+    found = dict(PROJECTIONS)
+    if self.delta is None:
+      found = {k: x for k, x in found.items() if not k.startswith(_OF_DELTA)}
+    if self.experts is None:
+      return found
+    mixers = {k: x for k, x in found.items() if k not in DENSE_KERNELS}
+    return mixers | EXPERT_KERNELS
+
+  @property
   def kernel_shapes(self) -> dict[str, tuple[int, ...]]:
-    """The shape of each kernel by name, its inputs first.
+    """The shape of each kernel by name, in the order of its axes.
 
     Which layers have it, `layers_with` says.
     """
@@ -462,6 +534,7 @@ class ModelConfig:
       "kv_heads": self.num_kv_heads,
       "head": self.head_dim,
       "mlp": self.mlp_dim,
+      "experts": 0 if self.experts is None else self.experts.num_experts,
     }
     if self.delta is not None:
       sizes |= {
@@ -472,8 +545,7 @@ class ModelConfig:
       }
     shapes = {
       name: tuple(sizes[axis] for axis in projection.axes)
-      for name, projection in PROJECTIONS.items()
-      if self.delta is not None or not name.startswith(_OF_DELTA)
+      for name, projection in self.projections.items()
     }
     if self.has_gated_attention:
       *others, head = shapes["query"]
@@ -494,11 +566,21 @@ class ModelConfig:
     bias = h * (self.num_heads + 2 * self.num_kv_heads) * self.has_qkv_bias
     qk_norm = sum(map(math.prod, self.qk_norm_shapes))
     params += self.num_attention_layers * (bias + qk_norm)
-    params += self.num_layers * len(NORMS[self.norms]) * d
+    router = 0 if self.experts is None else d * self.experts.num_experts
+    params += self.num_layers * (router + len(NORMS[self.norms]) * d)
     params += self.vocab_size * d + d
     if self.has_scalar_head:
       return params + d
     return params + (0 if self.has_tied_head else self.vocab_size * d)
+
+  @property
+  def num_active_params(self) -> int:
+    """The number of parameters that a single token uses, as `num_params`."""
+    if self.experts is None:
+      return self.num_params
+    idle = self.experts.num_experts - self.experts.num_per_token
+    expert = 3 * self.model_dim * self.mlp_dim
+    return self.num_params - self.num_layers * idle * expert
 
   def windows_within(self, num_tokens: int) -> tuple[int | None, ...]:
     """Return the window of each layer for sequences of at most this length.
@@ -557,6 +639,9 @@ _qwen2_untied = functools.partial(_qwen2, has_tied_head=False)
 
 MODELS = {
   "tiny": _own(97, 32, 2, 4, 2, 8, 64),  # tests
+  "tiny-experts": _own(
+    97, 32, 2, 4, 2, 8, 24, experts=Experts(num_experts=5, num_per_token=2)
+  ),  # tests
   "quickstart": _own(97, 96, 2, 4, 2, 24, 256),
   "three-layers": _own(
     97, 96, 3, 4, 2, 24, 256
@@ -569,5 +654,11 @@ MODELS = {
   "qwen2.5-7b": _qwen2_untied(152_064, 3_584, 28, 28, 4, 128, 18_944),
   "qwen2.5-32b": _qwen2_untied(
     152_064, 5_120, 64, 40, 8, 128, 27_648, norm_eps=1e-5
+  ),
+  "qwen3-30b-a3b": _own(
+    *(151_936, 2_048, 48, 32, 4, 128, 768),
+    experts=Experts(num_experts=128, num_per_token=8),
+    has_tied_head=False,
+    rope_theta=1e6,
   ),
 }

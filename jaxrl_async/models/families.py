@@ -89,6 +89,7 @@ class Family:
     old_activations: names of it in old files, and what they mean.
     has_short_longrope: longrope is written as older transformers require, with
       its name as `type` and the two lists alone, wherever that says it all.
+    has_experts: the feed-forward of every layer is one of experts.
     must_be_null: entries that transformers has, but does not apply.
     must_be_false: entries that this decoder does not implement.
     fused: matrices of a layer that are stored as one, by its name.
@@ -115,6 +116,7 @@ class Family:
   activation: str = "hidden_act"
   old_activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
   has_short_longrope: bool = False
+  has_experts: bool = False
   must_be_null: tuple[str, ...] = ()
   must_be_false: tuple[str, ...] = ("mlp_bias", "attention_bias")
   fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -182,6 +184,18 @@ FAMILIES = {
     has={"has_qk_norm": True},
     defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
     windows=Windows.CHOSEN,
+  ),
+  "qwen3_moe": Family(
+    architecture="Qwen3MoeForCausalLM",
+    has={"has_qk_norm": True},
+    defaults={
+      "num_experts": 128,
+      "num_experts_per_tok": 8,
+      "moe_intermediate_size": 768,
+      "decoder_sparse_step": 1,
+    },
+    has_experts=True,
+    must_be_false=("mlp_bias", "attention_bias", "use_sliding_window"),
   ),
   "llama": Family(
     architecture="LlamaForCausalLM", defaults=_ALL_HEADS, divides_heads=True

@@ -14,6 +14,7 @@ from typing import Any
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import families
+from jaxrl_async.models import hf_experts
 from jaxrl_async.models import hf_layers
 from jaxrl_async.models import hf_values
 from jaxrl_async.storage import model_files
@@ -157,7 +158,8 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
     head_dim=head_dim,
-    mlp_dim=hf_values.number(settings, "intermediate_size", int),
+    mlp_dim=hf_values.number(settings, hf_experts.mlp_dim(family), int),
+    experts=hf_experts.experts(settings, family, num_layers),
     norm_eps=hf_values.number(settings, "rms_norm_eps", float, 1e-6),
     activation=_activation(settings, family),
     has_tied_head=hf_values.flag(settings, "tie_word_embeddings"),
@@ -203,6 +205,8 @@ def _with_defaults(
   optional = {x.name for x in family.reads.values() if x.is_optional}
   optional.add("sliding_window")
   found = dict(settings)
+  if family.has_experts and found.get("num_experts") is None:
+    found["num_experts"] = found.get("num_local_experts")  # of transformers 5
   for name, value in family.defaults.items():
     if found.get(name) is None and not (name in optional and name in found):
       is_other = isinstance(value, families.Same)
@@ -577,6 +581,7 @@ def _described(config: configs.ModelConfig, name: str) -> dict[str, Any]:
     **_rope_settings(config, family),
     **_window_settings(config, family),
     **hf_layers.delta_settings(config, family),
+    **hf_experts.settings_of(config, family),
     **{
       entry.name: None
       if getattr(config, field) is None

@@ -30,6 +30,7 @@ class Place:
   Attributes:
     leaf: its name in our tree.
     layer: index in the stacked leaf; None outside the layers.
+    expert: index in the leaf of a layer; None if it has no experts.
     shape: shape as stored, of these rows alone.
     first_row: where its rows begin in the stored tensor.
   """
@@ -38,6 +39,12 @@ class Place:
   layer: int | None
   shape: tuple[int, ...]
   first_row: int = 0
+  expert: int | None = None
+
+  @property
+  def index(self) -> tuple[int, ...]:
+    """The index of the tensor in its leaf."""
+    return tuple(i for i in (self.layer, self.expert) if i is not None)
 
   @property
   def is_turned(self) -> bool:
@@ -71,12 +78,20 @@ def places(config: configs.ModelConfig) -> dict[str, tuple[Place, ...]]:
     for leaf, stored in configs.NORMS[c.norms].items()
   }
   fused = {x: name for name, parts in family.fused.items() for x in parts}
-  for leaf, shape in c.kernel_shapes.items():
-    projection = configs.PROJECTIONS[leaf]
-    inputs, outputs = _sizes(shape, len(projection.inputs))
+  experts: dict[str, tuple[str, tuple[int, ...]]] = {}
+  for leaf, projection in c.projections.items():
+    own = c.kernel_shapes[leaf][len(projection.groups) :]
+    inputs, outputs = _sizes(own, len(projection.inputs))
+    if projection.groups:
+      experts[f"{projection.stored}.weight"] = leaf, (outputs, inputs)
+      continue
     stored = fused.get(leaf, projection.stored)
     parts = block.setdefault(f"{stored}.weight", [])
     parts.append((leaf, (outputs, inputs)))
+  num_experts = 0
+  if c.experts is not None:
+    num_experts = c.experts.num_experts
+    block[f"{configs.ROUTER}.weight"] = [("router", (num_experts, d))]
   if c.has_qkv_bias:
     queries, keys = c.num_heads * h, c.num_kv_heads * h
     block["self_attn.q_proj.bias"] = [("query_bias", (queries,))]
@@ -110,6 +125,10 @@ def places(config: configs.ModelConfig) -> dict[str, tuple[Place, ...]]:
           first += shape[0]
       if parts:
         found[f"model.layers.{layer}.{suffix}"] = tuple(parts)
+    for suffix, (leaf, shape) in experts.items():
+      for expert in range(num_experts):
+        place = Place(leaf, layer, shape, expert=expert)
+        found[f"model.layers.{layer}.{suffix.format(expert)}"] = (place,)
   found["model.norm.weight"] = (Place("final_norm", None, (d,)),)
   if not c.has_tied_head:
     found[HEAD] = (Place("output_head", None, table),)
@@ -137,7 +156,8 @@ class StoredTensor:
     """Read a part of the tensor, in our orientation.
 
     Args:
-      shape: of the whole tensor in our tree, without the axis of layers.
+      shape: of the whole tensor in our tree, without the axes of layers and of
+        experts.
       index: of the part, with a slice for each of these axes.
 
     Raises:

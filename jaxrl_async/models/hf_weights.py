@@ -154,7 +154,7 @@ def load(
     leaves = params["layers"] if is_layer else params
     leaf, tensor = leaves[place.leaf], stored(name, place)
     if shardings is None:
-      own = leaf[place.layer] if is_layer else leaf
+      own = leaf[place.index]
       own[...] = tensor.part(own.shape, (slice(None),) * own.ndim)
     elif is_layer:
       sharding = shardings["layers"][place.leaf]
@@ -198,13 +198,13 @@ def _with_layer(
   tensor: hf_tensors.StoredTensor,
   sharding: NamedSharding,
 ) -> jax.Array:
-  """Return a stacked parameter with one more layer, read onto the devices."""
-  own = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
-  read = _on_devices(leaf.shape[1:], tensor, own)
+  """Return a stacked parameter with one more tensor, read onto the devices."""
+  index = tensor.place.index
+  own = NamedSharding(sharding.mesh, P(*sharding.spec[len(index) :]))
+  read = _on_devices(leaf.shape[len(index) :], tensor, own)
   if not isinstance(leaf, jax.Array):
     leaf = _zeros(leaf.shape, tensor.dtype, sharding)
-  assert tensor.place.layer is not None
-  written = _written(leaf, read, np.int32(tensor.place.layer), sharding)
+  written = _written(leaf, read, tuple(map(np.int32, index)), sharding)
   # One tensor at a time: the device frees what it was read into.
   return jax.block_until_ready(written)
 
@@ -218,9 +218,11 @@ def _zeros(
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
 def _written(
-  leaf: jax.Array, tensor: jax.Array, layer: Any, sharding: NamedSharding
+  leaf: jax.Array, tensor: jax.Array, index: Any, sharding: NamedSharding
 ) -> jax.Array:
-  leaf = lax.dynamic_update_index_in_dim(leaf, tensor, layer, 0)
+  start = (*index, *(np.int32(0) for _ in tensor.shape))
+  block = tensor.reshape((1,) * len(index) + tensor.shape)
+  leaf = lax.dynamic_update_slice(leaf, block, start)
   return lax.with_sharding_constraint(leaf, sharding)
 
 
@@ -451,22 +453,22 @@ def _as_stored(
   is_layer = place.layer is not None
   leaf = (params["layers"] if is_layer else params)[place.leaf]
   if isinstance(leaf, jax.Array):
-    layer = None if place.layer is None else np.int32(place.layer)
-    # Compiled once for all layers.
-    alike = dataclasses.replace(place, layer=None, first_row=0)
-    return np.asarray(_stored(leaf, layer, alike, dtype))
-  leaf = leaf[place.layer] if is_layer else leaf
+    index = tuple(map(np.int32, place.index))
+    # Compiled once for all layers and experts.
+    alike = dataclasses.replace(place, layer=None, expert=None, first_row=0)
+    return np.asarray(_stored(leaf, index, alike, dtype))
+  leaf = leaf[place.index]
   leaf = _turned(leaf, place).astype(dtype, copy=False)
   return np.ascontiguousarray(leaf)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _stored(
-  leaf: jax.Array, layer: Any, place: hf_tensors.Place, dtype: np.dtype
+  leaf: jax.Array, index: Any, place: hf_tensors.Place, dtype: np.dtype
 ) -> jax.Array:
   """Return one tensor as stored, made on the devices that hold it."""
-  if layer is not None:
-    leaf = lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+  for i in index:
+    leaf = lax.dynamic_index_in_dim(leaf, i, keepdims=False)
   return _turned(leaf, place).astype(dtype)
 
 

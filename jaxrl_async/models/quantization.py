@@ -8,10 +8,10 @@ its full weights, so `mismatch_kl` measures the cost of quantization. The
 recorded behavior logprobs are those of the quantised policy, so the loss
 corrects for it as it does for any stale policy.
 
-Quantised are the matrices that every token is multiplied by: the seven matrices
-of a layer and an untied output head. Norms and biases are small and stay as
-they are. The embedding stays too: it is only looked up, and if it also serves
-as the output head, its error would enter at both ends of the model.
+Quantised are the matrices that tokens are multiplied by: those of a layer, its
+experts included, and an untied output head. Norms, biases and routers are small
+and stay as they are. The embedding stays too: it is only looked up, and if it
+also serves as the output head, its error would enter at both ends of the model.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,12 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 import numpy as np
 import qwix
 
 from jaxrl_async.config import sections
+from jaxrl_async.devices import grouped
 from jaxrl_async.devices import products
 from jaxrl_async.models import configs
 
@@ -33,10 +34,12 @@ _TYPES = {
   sections.WeightFormat.INT8: "int8",
   sections.WeightFormat.FP8: "float8_e4m3fn",
 }
-# Matrices by name, and the number of leading axes that a product sums over. The
-# other axes are output channels, each of which has a scale of its own.
+# Matrices by name, and the number of axes that a product sums over. They come
+# first, after the axis of experts. The other axes are output channels, each of
+# which has a scale of its own.
 NUM_CONTRACTED = {
   **{name: len(x.inputs) for name, x in configs.PROJECTIONS.items()},
+  **{name: len(x.inputs) for name, x in configs.EXPERT_KERNELS.items()},
   "output_head": 1,
 }
 
@@ -59,29 +62,38 @@ class ChannelsFirst:
 
 
 def channels_first(params: Any) -> Any:
-  """Return the tree of float arrays with its matrices as `ChannelsFirst`."""
+  """Return the tree of float arrays with its matrices as `ChannelsFirst`.
+
+  The matrices of experts stay as they are.
+  """
 
   def moved(matrix: jax.Array, contracted: range) -> ChannelsFirst:
     last = range(matrix.ndim - len(contracted), matrix.ndim)
     return ChannelsFirst(jnp.moveaxis(matrix, tuple(contracted), tuple(last)))
 
-  return _map_matrices(moved, params)
+  return _map_matrices(moved, params, has_experts=False)
 
 
 def channels_first_leaves(tree: Any) -> Any:
   """Return a tree that has one leaf for each array as that of its result."""
-  return _map_matrices(lambda leaf, _: ChannelsFirst(leaf), tree)
+  return _map_matrices(
+    lambda leaf, _: ChannelsFirst(leaf), tree, has_experts=False
+  )
 
 
-def _map_matrices(fn: Callable[[Any, range], Any], tree: Any) -> Any:
+def _map_matrices(
+  fn: Callable[[Any, range], Any], tree: Any, *, has_experts: bool = True
+) -> Any:
   """Replace each matrix with `fn(leaf, contracted axes)`."""
 
   def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
     name = getattr(path[-1], "key", None)
-    if name not in NUM_CONTRACTED:
+    is_expert = name in configs.EXPERT_KERNELS
+    if name not in NUM_CONTRACTED or (is_expert and not has_experts):
       return leaf
     # Stacked layers have one axis more, in front: ("layers", name).
     start = int(getattr(path[0], "key", None) == "layers" and len(path) == 2)
+    start += is_expert
     return fn(leaf, range(start, start + NUM_CONTRACTED[name]))
 
   return jax.tree_util.tree_map_with_path(
@@ -261,6 +273,31 @@ def project(
   if not _is_quantized(kernel):
     return _project_plain(equation, dtype, x, kernel)
   return _quantized_product(equation, dtype, x, kernel)
+
+
+def project_groups(
+  x: Float[Array, "M D"],
+  kernel: Any,
+  sizes: Int[Array, "E"],
+  groups: Int[Array, "M"],
+) -> Float[Array, "M F"]:
+  """Return each row times the matrix of its group, maybe a quantised one.
+
+  Args:
+    x: rows in the order of their groups.
+    kernel: a matrix for each group, cast to the dtype of x.
+    sizes: number of rows of each group.
+    groups: the group of each row.
+  """
+  if not _is_quantized(kernel):
+    return grouped.product(x, kernel.astype(x.dtype), sizes)
+  # See `_product`. The barrier has no gradient.
+  _, values = jax.lax.optimization_barrier(
+    (jax.lax.stop_gradient(x), kernel.qvalue)
+  )
+  found = grouped.product(x, values.astype(x.dtype), sizes)
+  scales = jax.lax.stop_gradient(kernel.scale[:, 0])[groups]
+  return (found.astype(jnp.float32) * scales).astype(x.dtype)
 
 
 def _product(

@@ -2,7 +2,8 @@
 
 A mixer is grouped-query attention, over all tokens or within a window, or the
 gated delta rule (`gated_delta`). A feed-forward is a gated product (SwiGLU or
-GeGLU). `configs.ModelConfig` says what a family's layers have.
+GeGLU), or one of experts for each token (`models.experts`).
+`configs.ModelConfig` says what a family's layers have.
 
 Trainer and engine use the same NNX module. The trainer stacks its layers, and
 scans and rematerialises them. The engine holds its layers separately, because a
@@ -28,6 +29,7 @@ import numpy as np
 from jaxrl_async.config import sections
 from jaxrl_async.devices import products
 from jaxrl_async.models import configs
+from jaxrl_async.models import experts as experts_lib
 from jaxrl_async.models import gated_delta
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
@@ -163,13 +165,16 @@ class Block(nnx.Module):
     one = 0.0 if c.has_centred_norms else 1.0
     for name in configs.NORMS[c.norms]:
       setattr(self, name, _constant(one, (d,), (None,)))
-    for name, shape in c.kernel_shapes.items():
+    for name, projection in c.projections.items():
       if layer not in c.layers_with(name):
         continue
-      projection = configs.PROJECTIONS[name]
-      fan_in = math.prod(shape[: len(projection.inputs)])
+      shape, first = c.kernel_shapes[name], len(projection.groups)
+      fan_in = math.prod(shape[first : first + len(projection.inputs)])
       axes = projection.logical_axes
       setattr(self, name, _param(rngs, shape, axes, fan_in=fan_in))
+    if c.experts is not None:
+      shape = d, c.experts.num_experts
+      self.router = _param(rngs, shape, ("embed", None), fan_in=d)
     if self.is_delta:
       self._add_delta(c.delta, rngs)
     elif c.has_qkv_bias:
@@ -359,10 +364,19 @@ class Block(nnx.Module):
     return self._product("delta_output", "...nh,nhd->...d", mixed, rows), kept
 
   def _fed_forward(
-    self, h: Float[Array, "*B D"], rows: Int[Array, "R"] | None
+    self,
+    h: Float[Array, "*B D"],
+    rows: Int[Array, "R"] | None,
+    placement: experts_lib.Placement | None,
   ) -> Float[Array, "*B D"]:
     """Return what the feed-forward adds."""
     activation = _ACTIVATIONS[self.config.activation]
+    if self.config.experts is not None:
+      names = "router", *configs.EXPERT_KERNELS
+      kernels = {name: getattr(self, name).get_value() for name in names}
+      return experts_lib.applied(
+        self.config.experts, kernels, h, activation, _PRODUCT, placement
+      )
     gate = activation(self._product("gate", "...d,df->...f", h, rows))
     up = self._product("up", "...d,df->...f", h, rows)
     return self._product("down", "...f,fd->...d", gate * up, rows)
@@ -375,6 +389,7 @@ class Block(nnx.Module):
     attend: Attend,
     rows: Int[Array, "R"] | None = None,
     recur: Recur | None = None,
+    placement: experts_lib.Placement | None = None,
   ) -> tuple[Float[Array, "*B D"], Any]:
     kept: Any = None
 
@@ -388,7 +403,7 @@ class Block(nnx.Module):
       return mixed
 
     x = self._around("attention", x, mix)
-    x = self._around("mlp", x, lambda h: self._fed_forward(h, rows))
+    x = self._around("mlp", x, lambda h: self._fed_forward(h, rows, placement))
     return x, kept
 
 
@@ -507,6 +522,7 @@ class Decoder(nnx.Module):
     rows: Int[Array, "R"] | None = None,
     per_layer: Any = None,
     recur: Recur | None = None,
+    placement: experts_lib.Placement | None = None,
   ) -> tuple[Float[Array, "*B D"], Any]:
     """Return the normed hidden states, and what `attend` kept of each layer.
 
@@ -519,12 +535,15 @@ class Decoder(nnx.Module):
       per_layer: arrays with a value for each layer, which `attend` gets instead
         of the layer's index. Only for stacked layers.
       recur: the gated delta rule, if the model has it.
+      placement: of the states, for experts on a mesh.
     """
     ropes, kinds = rotary.kinds(self.config)
     factors = [rotary.factors(self.config, rope, positions) for rope in ropes]
     if self.is_stacked and self.config.is_delta:
       assert per_layer is None and len(factors) == 1
-      x, kept = self._periods(x, factors[0], attend, constrain, rows, recur)
+      x, kept = self._periods(
+        x, factors[0], attend, constrain, rows, recur, placement
+      )
     elif self.is_stacked:
       block_def, stacked = nnx.split(self.layers)
       is_same = len(factors) == 1
@@ -537,7 +556,7 @@ class Decoder(nnx.Module):
         own = factors[0]
         if not is_same:
           own = jax.tree.map(lambda x: x[kind], all_factors)
-        x, kept = block(x, own, layer_values, attend, rows)
+        x, kept = block(x, own, layer_values, attend, rows, None, placement)
         return constrain(x), kept
 
       body: Any = step
@@ -553,7 +572,7 @@ class Decoder(nnx.Module):
       kept = []
       for layer, block in enumerate(self.layers):
         x, kept_here = block(
-          x, factors[kinds[layer]], layer, attend, rows, recur
+          x, factors[kinds[layer]], layer, attend, rows, recur, placement
         )
         x = constrain(x)
         kept.append(kept_here)
@@ -571,6 +590,7 @@ class Decoder(nnx.Module):
     constrain: Callable[[jax.Array], jax.Array],
     rows: jax.Array | None,
     recur: Recur | None,
+    placement: experts_lib.Placement | None,
   ) -> tuple[jax.Array, Any]:
     """Scan stacked layers of two kinds, a period of them at a time."""
     c = self.config
@@ -591,7 +611,7 @@ class Decoder(nnx.Module):
           nnx.replace_by_pure_dict(state, params)
           block = nnx.merge(graph, state)
           x = ad_checkpoint.checkpoint_name(x, _LAYER_INPUT)
-          x, kept = block(x, factors, layer, attend, rows, recur)
+          x, kept = block(x, factors, layer, attend, rows, recur, placement)
           return constrain(x), kept
 
         params = {}

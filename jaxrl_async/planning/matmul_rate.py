@@ -36,12 +36,13 @@ def model_flops(
 ) -> float:
   """Return the FLOPs of a forward and a backward pass over trajectories.
 
-  6 per parameter and token, without an embedding that is only looked up, plus
-  12 per layer, head, element of a head, and pair of tokens of which one sees
-  the other. Tokens outside of a layer's sliding window are not seen. A layer
-  with the gated delta rule looks at no pairs, and counts 18 per token and
-  element of its state. Activations that are computed twice count once. A base
-  under LoRA's adapters has no gradient of its own, so its parameters count 4.
+  6 per token and parameter that it uses, without an embedding that is only
+  looked up, plus 12 per layer, head, element of a head, and pair of tokens of
+  which one sees the other. Tokens outside of a layer's sliding window are not
+  seen. A layer with the gated delta rule looks at no pairs, and counts 18 per
+  token and element of its state. Activations that are computed twice count
+  once. A base under LoRA's adapters has no gradient of its own, so its
+  parameters count 4.
 
   Args:
     model: the architecture.
@@ -50,7 +51,7 @@ def model_flops(
   # A table of which rows are looked up, and nothing is multiplied.
   is_product = model.has_tied_head and not model.has_scalar_head
   tables = 0 if is_product else model.vocab_size * model.model_dim
-  products = (model.num_params - tables) * lengths.sum()
+  products = (model.num_active_params - tables) * lengths.sum()
   pairs = updates = 0
   if model.delta is not None:
     wide, _ = model.delta.state_sizes

@@ -142,6 +142,11 @@ def _kept(
   if model.delta is not None:
     query, key = _mean_widths(model, parts, query, key)
   mlp = model.mlp_dim // parts("mlp")
+  rows = 0  # states of tokens in the order of their experts
+  if model.experts is not None:
+    # On average; a device whose experts are chosen more often keeps more.
+    rows = width * model.experts.num_per_token // parts("experts")
+    mlp = mlp * model.experts.num_per_token // parts("experts")
   match remat:
     case sections.Remat.OFFLOAD:
       return 0
@@ -150,13 +155,13 @@ def _kept(
     case sections.Remat.ATTENTION:
       return itemsize * (width + query)
     case sections.Remat.DOTS:
-      return itemsize * (2 * width + 2 * query + 2 * key + 2 * mlp)
+      return itemsize * (2 * width + 2 * query + 2 * key + 2 * mlp + rows)
     case sections.Remat.NONE:
       # Each norm keeps three float32 arrays. The softmax keeps its numerators
       # besides its result, and a soft cap its tanh.
       norms = 3 * len(configs.NORMS[model.norms]) * width
       norms += 3 * (query + key) * bool(model.qk_norm_shapes)
-      inputs = 2 * width + 2 * query + 2 * key + 6 * mlp
+      inputs = 2 * width + 2 * query + 2 * key + 6 * mlp + 4 * rows
       if num_scores == 0:
         inputs += query
       is_capped = model.attention_soft_cap is not None
@@ -309,6 +314,8 @@ def rollout(
   rows, left = divmod(section.prefill_rows, parts("batch"))
   rows = section.prefill_rows if left else rows
   split = parts("mlp") * parts("embed")
+  if model.experts is not None:
+    split *= parts("experts")
   cache //= slots * parts("kv_heads")
   state = model.state_bytes(itemsize=cached) // parts("heads")
   cache += section.num_slots * state // parts("batch")

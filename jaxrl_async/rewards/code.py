@@ -1,7 +1,7 @@
 """Scores of programs: unit tests and cases, run in the sandbox.
 
-The tests come with the item, in its metadata; docs/rewards.md has its columns.
-What a program returns is compared only if it is plain data; see
+The tests come with the item, in its metadata; docs/how-to/rewards.md has its
+columns. What a program returns is compared only if it is plain data; see
 `sandbox_tests`.
 """
 
@@ -369,7 +369,7 @@ def _task(item: Mapping[str, Any]) -> _Task:
     found = "both tests and cases" if cases else "no tests"
     raise ValueError(
       f"it has {found}; its data needs a column tests, test or cases"
-      " (docs/rewards.md)"
+      " (docs/how-to/rewards.md)"
     )
   return _Task(
     tests=tests,

@@ -151,7 +151,7 @@ def try_out(terms: Sequence[term_lib.Term]) -> list[str]:
         raise TrialError(
           term,
           f"the reward server {term.scorer.url} does not work: {error}; start"
-          " it first (docs/rewards.md)",
+          " it first (docs/how-to/rewards.md)",
         ) from error
       continue
     function, params = function_of(term.scorer)

@@ -636,5 +636,5 @@ def find(*, allow_unsafe: bool = False) -> Sandbox:
     return Sandbox(Kind.UNSAFE, has_user=False)
   raise SandboxError(
     f"no sandbox works on this machine ({'; '.join(reasons)}); see"
-    " docs/rewards.md"
+    " docs/how-to/rewards.md"
   )

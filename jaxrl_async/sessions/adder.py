@@ -1,4 +1,4 @@
-"""An agent that asks the policy for sums, the example of docs/agents.md.
+"""An agent that asks the policy for sums, the example of docs/how-to/agents.md.
 
 It knows nothing of the training: it calls a model through OpenAI's client.
 """

@@ -111,7 +111,7 @@ def save_async(
   which Orbax puts many into a few files, TensorStore keeps all of them in
   memory until the end: 1.5 GB instead of 0.2 for a train state of 1.5 GB. It
   also keeps 2 kB for each array that is written or read, and does not free it
-  (docs/results.md, "Killed and disturbed").
+  (docs/project/results.md, "Killed and disturbed").
 
   Args:
     path: where to write.

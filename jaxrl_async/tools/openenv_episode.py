@@ -2,7 +2,7 @@
 
 Each trajectory has a session of its own, which is a WebSocket of the package's
 client. The package cannot be installed beside `mcp` 2, so it has no extra; see
-docs/environments.md.
+docs/how-to/environments.md.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ try:
   from openenv.core import generic_client  # pyright: ignore[reportMissingImports]
 except ImportError as error:
   raise sections.ConfigError(
-    f"the package openenv cannot be imported ({error}); docs/environments.md"
+    f"the package openenv cannot be imported ({error});"
+    " docs/how-to/environments.md"
     " says how to install it"
   ) from error
 

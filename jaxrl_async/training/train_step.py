@@ -19,6 +19,7 @@ from jaxrl_async.algorithms import likelihood
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
+from jaxrl_async.models import experts as experts_lib
 from jaxrl_async.models import gated_delta
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
@@ -140,9 +141,8 @@ def decayed(params: Any) -> Any:
 
   def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
     names = [entry.key for entry in path]
-    return names[-1] in quantization.NUM_CONTRACTED or lora_lib.is_adapter(
-      names
-    )
+    is_kernel = names[-1] in (*quantization.NUM_CONTRACTED, "router")
+    return is_kernel or lora_lib.is_adapter(names)
 
   return jax.tree_util.tree_map_with_path(is_matrix, params)
 
@@ -174,15 +174,17 @@ def muon_dimensions(params: Any) -> Any:
   Muon gets only the matrices of the blocks, each layer by itself. The head axes
   of a projection count to its output for queries, keys and values, and to its
   input for the output projection. All other parameters get None and are left to
-  AdamW.
+  AdamW, routers included. Each expert is a matrix of its own.
   """
+  kernels = configs.PROJECTIONS | configs.EXPERT_KERNELS
 
   def dimensions(path: tuple[Any, ...], _: Any) -> Any:
     names = [entry.key for entry in path]
-    found = configs.PROJECTIONS.get(names[-1])
+    found = kernels.get(names[-1])
     if names[0] != "layers" or found is None:
       return None
-    order = tuple(range(1, 1 + len(found.axes)))  # 0 is the axis of layers
+    first = 1 + len(found.groups)  # 0 is the axis of layers
+    order = tuple(range(first, 1 + len(found.axes)))
     inputs = len(found.inputs)
     return optax.contrib.MuonDimensionNumbers(order[:inputs], order[inputs:])
 
@@ -224,6 +226,9 @@ def final_hidden(
     recur=lambda _, inputs, filters, activation: gated_delta.over_rows(
       inputs, filters, activation, ages
     ),
+    placement=None
+    if settings.layout is None
+    else experts_lib.Placement(settings.layout, ("batch", "tokens")),
   )
   return model, hidden
 

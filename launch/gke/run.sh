@@ -17,7 +17,7 @@
 #   --image=IMAGE     of all pods; launch/gke/Dockerfile makes it
 #   --dry_run         print every command, and run none
 #
-# docs/clusters.md walks through a run.
+# docs/how-to/gke.md walks through a run.
 set -euo pipefail
 
 fail() {
