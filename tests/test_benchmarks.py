@@ -23,6 +23,7 @@ def test_books_and_buffer_are_measured_at_each_size():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_of_a_large_batch_has_the_same_books():
   bookkeeping = benchmark_module.imported("bookkeeping")
   found = bookkeeping.measure_batches([1, 4], 512)

@@ -665,6 +665,7 @@ def test_questions_are_answered_in_branches(make_world):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_whose_episode_forks_is_trained_continued_and_replayed(tmp_path):
   config = test_replay.make_config(2)
   config.task.episode = "episodes_of_tests:forks"

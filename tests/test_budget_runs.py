@@ -54,6 +54,7 @@ def test_a_run_with_budgets_is_replayed_to_the_bit(tmp_path):
   assert test_replay.play(tmp_path, from_step=step).has_state
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_is_the_same_as_one_without_a_stop(tmp_path):
   for name, counts in (("whole", [4]), ("parts", [2, 4])):
     for num_steps in counts:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import threading
 import time
 
 import disks
@@ -16,16 +17,19 @@ import waiting
 
 from jaxrl_async.config import fields as fields_lib
 from jaxrl_async.config import sections
+from jaxrl_async.engine import engine as engine_lib
 from jaxrl_async.reporting import metrics as metrics_lib
 from jaxrl_async.run import checkpointing
 from jaxrl_async.run import first_stage
 from jaxrl_async.run import loop as loop_lib
 from jaxrl_async.run import recorder as recorder_lib
+from jaxrl_async.run import rollout_thread
 from jaxrl_async.storage import checkpoint
 from jaxrl_async.storage import disk
 from jaxrl_async.storage import outstanding as outstanding_lib
 from jaxrl_async.storage import workdir as workdir_lib
 from jaxrl_async.weights import transfer_directory
+from jaxrl_async.weights import version_publisher
 
 pytestmark = pytest.mark.slow
 NIGHTLY = pytest.mark.nightly
@@ -180,20 +184,41 @@ def stopped(tmp_path_factory):
   Returns: its workdir, and the outstanding groups by index.
   """
   workdir = tmp_path_factory.mktemp("stopped")
-  save = loop_lib.Loop.save
+  save, publish = loop_lib.Loop.save, version_publisher.VersionPublisher.publish
+  generate = engine_lib.Engine.generate
+  # From the last weights on, the worker draws ten tokens a second, or when told.
+  is_last, may_draw = threading.Event(), threading.Event()
+
+  def generate_in_turn(*args, **kwargs):
+    if is_last.is_set() and threading.current_thread().name == (
+      rollout_thread.NAME
+    ):
+      may_draw.wait(0.1)
+      may_draw.clear()
+    return generate(*args, **kwargs)
+
+  def publish_and_hold(self, version, **kwargs):
+    if version == 2:
+      is_last.set()
+    return publish(self, version, **kwargs)
 
   def save_in_the_middle(self, step, *rest):
     deadline = time.monotonic() + 60
-    while step == 2 and time.monotonic() < deadline:
+    while is_last.is_set() and time.monotonic() < deadline:
+      may_draw.set()
       with self.rollout_thread.paused():
         lengths = half_written(self.rollout.groups().values())
         if max(lengths.values(), default=0) > 4:
           return save(self, step, *rest)
-      time.sleep(0.01)  # the worker goes on meanwhile
+      time.sleep(0.01)
     return save(self, step, *rest)
 
   with pytest.MonkeyPatch.context() as patched:
     patched.setattr(loop_lib.Loop, "save", save_in_the_middle)
+    patched.setattr(
+      version_publisher.VersionPublisher, "publish", publish_and_hold
+    )
+    patched.setattr(engine_lib.Engine, "generate", generate_in_turn)
     test_run.start(make_config(), workdir)
   groups = outstanding_lib.read(workdir / "checkpoints" / "2")
   return workdir, {g.group.index: g.group for g in groups}

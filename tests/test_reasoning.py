@@ -84,6 +84,7 @@ def test_no_dataset_takes_an_odd_answer_for_right():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.nightly
 def test_every_dataset_takes_its_own_answers_for_right():
   for name in sorted(set(reasoning.datasets()) - {"composite"}):
     for item in items(name, 20):

@@ -325,6 +325,7 @@ def test_branches_taken_together_know_their_steered_tokens():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_of_guided_agents_is_trained_continued_and_replayed(tmp_path):
   num_steps = 4
   config = test_replay.make_config(2)

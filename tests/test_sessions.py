@@ -287,7 +287,7 @@ async def too_long(access, item):
 
 async def wrong_key(access, item):
   await say(access, [user("hello")])
-  other = dataclasses.replace(access, api_key="x" + access.api_key[1:])
+  other = dataclasses.replace(access, api_key="no " + access.api_key)
   with pytest.raises(openai.AuthenticationError):
     await say(other, [user("hello")])
   foreign = dataclasses.replace(

@@ -30,6 +30,7 @@ written and read by all of them, each its own part. Process 0 calls `begin` and
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -200,6 +201,7 @@ def read_newest(
     The step and the result of `read`, or None if there is no checkpoint.
   """
   directory = pathlib.Path(directory).absolute()
+  was_replaced = False
   while (step := latest(directory)) is not None:
     path = _path_of(directory, step)
     try:
@@ -212,8 +214,13 @@ def read_newest(
         result = read(step)
       except (CheckpointError, OSError, ValueError):
         # Orbax raises a ValueError for arrays that have vanished.
-        if _is_at(path, lock) and latest(directory) == step:
+        is_newest = _is_at(path, lock) and latest(directory) == step
+        if is_newest and not was_replaced:
           raise
+        # What has failed leaves behind, until it is collected, that a file of
+        # this path is missing: Orbax does not look again (recheck_cached_data).
+        was_replaced = not is_newest
+        gc.collect()
         continue
       if _is_at(path, lock):
         return step, result
