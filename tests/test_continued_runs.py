@@ -186,7 +186,7 @@ def stopped(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("stopped")
   save, publish = loop_lib.Loop.save, version_publisher.VersionPublisher.publish
   generate = engine_lib.Engine.generate
-  # From the last weights on, the worker draws ten tokens a second, or when told.
+  # From the last weights on the worker draws ten tokens a second, or when told.
   is_last, may_draw = threading.Event(), threading.Event()
 
   def generate_in_turn(*args, **kwargs):
