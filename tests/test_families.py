@@ -47,7 +47,7 @@ LENGTHS = (5, 11)  # of the prompts that are continued
 # The cases of the default run, which have all that the others have.
 QUICK = (
   *("gemma2-windows-caps", "gemma3", "smollm3", "olmo3"),
-  *("phi4-mini-long", "granite", "exaone4", "qwen3-moe"),
+  *("phi4-mini-long", "granite", "exaone4", "qwen3-moe", "qwen3.5"),
 )
 
 
@@ -114,6 +114,12 @@ YARN = rope("yarn", factor=4.0, original_max_position_embeddings=24)
 LOCAL_AND_GLOBAL = {
   "full_attention": rope("linear", 1e3, factor=8.0),
   "sliding_attention": rope(theta=100.0),
+}
+DELTA = {
+  "linear_num_key_heads": 2,
+  "linear_num_value_heads": 6,
+  "linear_key_head_dim": 12,
+  "linear_value_head_dim": 20,
 }
 TANH = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 2.0}
 CASES = [
@@ -245,6 +251,35 @@ CASES = [
     layer_types=["full_attention"] * 2,
   ),
   case(
+    "qwen3.5",
+    "Qwen3_5",
+    4,
+    2,
+    36,
+    layers=4,
+    head_dim=16,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    **DELTA,
+    linear_conv_kernel_dim=3,
+    rope_parameters=rope(partial_rotary_factor=0.5),
+    dtype="bfloat16",
+    num_shards=3,
+  ),
+  case(
+    "qwen3.5-tied",
+    "Qwen3_5",
+    3,
+    1,
+    32,
+    layers=3,
+    head_dim=32,
+    layer_types=["full_attention", *["linear_attention"] * 2],
+    **DELTA,
+    rope_parameters=rope(partial_rotary_factor=0.25),
+    lengths=(70, 9),
+    tie_word_embeddings=True,
+  ),
+  case(
     "qwen3-moe",
     "Qwen3Moe",
     3,
@@ -304,8 +339,8 @@ def pair(request, tmp_path_factory):
 
 def make_pair(case, directory):
   torch.manual_seed(0)
-  name = "Gemma3TextConfig" if case.family == "Gemma3" else None
-  config = getattr(transformers, name or f"{case.family}Config")
+  has_images = case.family in ("Gemma3", "Qwen3_5")
+  config = getattr(transformers, case.family + "Text" * has_images + "Config")
   made = getattr(transformers, f"{case.family}ForCausalLM")(
     config(**case.sizes, attn_implementation="eager")
   )
@@ -543,7 +578,7 @@ def test_greedy_continuations_are_those_of_transformers(pair, cache):
     **CACHES[cache],
   )
   scheduler = scheduler_lib.Scheduler(engine, busy=metrics_lib.BusyClock())
-  weights = transformer.unstack(pair.params, pair.model.num_layers)
+  weights = transformer.unstack(pair.params, pair.model.num_layers, pair.model)
   scheduler.adopt(engine.load_params(weights, 0), 0)
   rng = np.random.default_rng(3)
   prompts = [rng.integers(0, PAD, n, np.int32) for n in LENGTHS]
