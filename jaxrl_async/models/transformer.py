@@ -33,6 +33,7 @@ from jaxrl_async.models import experts as experts_lib
 from jaxrl_async.models import gated_delta
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
+from jaxrl_async.models import remat as remat_lib
 from jaxrl_async.models import rotary
 from jaxrl_async.models.attention import reference
 
@@ -46,39 +47,6 @@ Recur = Callable[
 _ACTIVATIONS = {
   "silu": jax.nn.silu,
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
-# Names of the activations that a policy below may keep.
-_LAYER_INPUT, _PRODUCT = "layer_input", "product"
-# The forward passes of attention kernels, most of which name nothing: cuDNN's,
-# Tokamax's, Triton's and splash's.
-_KERNELS = (
-  "dot_product_attention_fwd_wrapper",
-  "remat_opt",
-  "custom_vjp_call",
-  "pallas_call",
-)
-
-
-def _keeping(*names: str) -> Callable[..., Any]:
-  """Return a policy that keeps what has these names, and what kernels made."""
-  return jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.save_only_these_names(*names),
-    lambda primitive, *_, **__: primitive.name in _KERNELS,
-  )
-
-
-POLICIES = {  # policies of `jax.checkpoint`
-  sections.Remat.FULL: jax.checkpoint_policies.nothing_saveable,
-  sections.Remat.ATTENTION: _keeping(reference.MIXED),
-  sections.Remat.DOTS: _keeping(reference.MIXED, _PRODUCT),
-  sections.Remat.OFFLOAD: (
-    jax.checkpoint_policies.save_and_offload_only_these_names(
-      names_which_can_be_saved=[],
-      names_which_can_be_offloaded=[_LAYER_INPUT],
-      offload_src="device",
-      offload_dst="pinned_host",
-    )
-  ),
 }
 
 
@@ -144,7 +112,7 @@ def _constant(
 def _project(equation: str, x: jax.Array, kernel: Any) -> jax.Array:
   """Return a product with a kernel, under the name that DOTS keeps."""
   product = quantization.project(equation, x, kernel)
-  return ad_checkpoint.checkpoint_name(product, _PRODUCT)
+  return ad_checkpoint.checkpoint_name(product, remat_lib.PRODUCT)
 
 
 class Block(nnx.Module):
@@ -375,7 +343,12 @@ class Block(nnx.Module):
       names = "router", *configs.EXPERT_KERNELS
       kernels = {name: getattr(self, name).get_value() for name in names}
       return experts_lib.applied(
-        self.config.experts, kernels, h, activation, _PRODUCT, placement
+        self.config.experts,
+        kernels,
+        h,
+        activation,
+        remat_lib.PRODUCT,
+        placement,
       )
     gate = activation(self._product("gate", "...d,df->...f", h, rows))
     up = self._product("up", "...d,df->...f", h, rows)
@@ -552,7 +525,7 @@ class Decoder(nnx.Module):
       def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
         layer_params, layer_values, kind = layer
         block = nnx.merge(block_def, layer_params)
-        x = ad_checkpoint.checkpoint_name(x, _LAYER_INPUT)
+        x = ad_checkpoint.checkpoint_name(x, remat_lib.LAYER_INPUT)
         own = factors[0]
         if not is_same:
           own = jax.tree.map(lambda x: x[kind], all_factors)
@@ -564,7 +537,7 @@ class Decoder(nnx.Module):
         # The scan already separates the two passes, so the barriers that
         # prevent common subexpressions from being merged are not needed.
         body = jax.checkpoint(
-          step, policy=POLICIES[self.remat], prevent_cse=False
+          step, policy=remat_lib.POLICIES[self.remat], prevent_cse=False
         )
       of_layers = None if is_same else jnp.array(kinds, jnp.int32)
       x, kept = jax.lax.scan(body, x, (stacked, per_layer, of_layers))
@@ -610,7 +583,7 @@ class Decoder(nnx.Module):
           state = jax.tree.map(lambda x: x, shapes)
           nnx.replace_by_pure_dict(state, params)
           block = nnx.merge(graph, state)
-          x = ad_checkpoint.checkpoint_name(x, _LAYER_INPUT)
+          x = ad_checkpoint.checkpoint_name(x, remat_lib.LAYER_INPUT)
           x, kept = block(x, factors, layer, attend, rows, recur, placement)
           return constrain(x), kept
 
@@ -620,7 +593,7 @@ class Decoder(nnx.Module):
             at = having.index(layer)
             params[name] = jax.tree.map(lambda x, at=at: x[at], leaf)
         if self.remat is not sections.Remat.NONE:
-          one = jax.checkpoint(one, policy=POLICIES[self.remat])
+          one = jax.checkpoint(one, policy=remat_lib.POLICIES[self.remat])
         x, kept_here = one(x, params)
         kept.append(kept_here)
       return x, kept
