@@ -8,6 +8,7 @@ of it is skipped.
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 from flax import nnx
@@ -367,9 +368,17 @@ def sequences_of(case):
   return [rng.integers(0, PAD, n, np.int32) for n in case.lengths]
 
 
+def row_of(sequences):
+  """A row, long enough for them."""
+  width = 32 * math.ceil(sum(map(len, sequences)) / 32)
+  return tiny.packed(sequences, max(tiny.WIDTH, width))
+
+
 def rows_of(sequences):
   """A row with all of them, and a padded row for each."""
-  rows = [tiny.packed(sequences), *(tiny.packed([x]) for x in sequences)]
+  width = row_of(sequences).tokens.shape[1]
+  sets = [sequences, *([x] for x in sequences)]
+  rows = [tiny.packed(own, width) for own in sets]
   return jax.tree.map(lambda *x: jnp.concatenate(x), *rows)
 
 
@@ -449,11 +458,14 @@ def test_logits_and_gradients_are_those_of_transformers(pair):
     ]
     gradient = expected[name].numpy()
     assert np.abs(gradient).max() > 0
+    # Through the gated delta rule, transformers' gradients in float32 differ
+    # from its own in float64 by up to 8e-4 of the largest, ours by 6.5e-4.
+    bound = 3e-4 if pair.model.is_delta else 1e-4
     np.testing.assert_allclose(
       np.concatenate(found),
       gradient,
       # Sums of thousands of terms that may cancel almost entirely.
-      atol=1e-4 * max(1e-2, np.abs(gradient).max()),
+      atol=bound * max(1e-2, np.abs(gradient).max()),
       err_msg=name,
     )
 
@@ -653,14 +665,14 @@ def test_peft_loads_the_adapters_that_are_written(pair, tmp_path):
     expected = adapted(inputs).logits[0].numpy()
     adapted.unload()
   assert np.abs(expected - plain).max() > 0.05
-  ours = logits_of(model, params, tiny.packed([tokens]))
+  ours = logits_of(model, params, row_of([tokens]))
   np.testing.assert_allclose(ours[0, : len(tokens)], expected, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_int8_weights_compute_what_they_stand_for(pair):
   (tokens, *_) = sequences_of(pair.case)
-  batch = tiny.packed([tokens])
+  batch = row_of([tokens])
   int8 = quantization.quantize(
     pair.params, sections.WeightFormat.INT8, "float32"
   )
