@@ -1,6 +1,7 @@
 """Settings of the families in `families`: what is read, and what is refused."""
 
 import dataclasses
+import math
 
 import pytest
 import test_hf_weights
@@ -71,6 +72,10 @@ PRETRAINED = {
     ),
     3_836_021_760,
   ),
+  "Qwen3.5 9B": (
+    settings_of("qwen3_5_text", 248_320, 4096, 32, 16, 4, 12_288),
+    8_953_803_264,
+  ),
   "Phi-4": (
     settings_of("phi3", 100_352, 5120, 40, 40, 10, 17_920, sliding_window=None),
     14_659_507_200,
@@ -101,8 +106,7 @@ def test_pretrained_models_have_their_stated_size(tmp_path, name):
   sizes = [
     hf_tensors.whole_shape(parts) for parts in hf_tensors.places(model).values()
   ]
-  flat = [x[0] * (x[1] if len(x) == 2 else 1) for x in sizes]
-  assert sum(flat) == num_params
+  assert sum(map(math.prod, sizes)) == num_params
 
 
 def test_layers_are_those_of_the_settings(tmp_path):

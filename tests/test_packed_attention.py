@@ -10,7 +10,7 @@ import tiny
 
 from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
-from jaxrl_async.models import transformer
+from jaxrl_async.models import remat as remat_lib
 from jaxrl_async.models.attention import block_attention
 from jaxrl_async.models.attention import choice
 from jaxrl_async.models.attention import packed_attention
@@ -220,7 +220,7 @@ def test_what_a_policy_keeps_of_blocks_is_not_made_again(remat, num_products):
   query, key, value, start = rows([[200, 56]], 256)
   attend = jax.checkpoint(
     lambda *inputs: block_attention.blocks(*inputs, start, start),
-    policy=transformer.POLICIES[remat],
+    policy=remat_lib.POLICIES[remat],
   )
   gradient = jax.grad(lambda *inputs: attend(*inputs).sum(), argnums=(0, 1, 2))
   program = str(jax.make_jaxpr(gradient)(query, key, value))

@@ -115,6 +115,10 @@ def spread(model):
       noise = torch.randn_like(parameter)
       if parameter.ndim == 1:
         parameter += 0.3 * noise
+        if "A_log" in name:
+          # A state of many tokens. One that forgets each token at once gives
+          # products near zero, which a norm then divides by.
+          parameter -= 3
       else:
         scale = 1 / math.sqrt(parameter.shape[1])
         if "embed" in name:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.config import sections
-from jaxrl_async.models import transformer
+from jaxrl_async.models import remat as remat_lib
 from jaxrl_async.models.attention import packed_attention
 from jaxrl_async.models.attention import tokamax_api
 
@@ -72,7 +72,7 @@ def attention(name, remat):
     two = jnp.bfloat16(2)
     return attend(query * two, key * two, value * two, start, start)
 
-  return jax.checkpoint(layer, policy=transformer.POLICIES[remat])
+  return jax.checkpoint(layer, policy=remat_lib.POLICIES[remat])
 
 
 def arguments():

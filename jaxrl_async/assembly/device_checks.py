@@ -95,6 +95,18 @@ def check_sharding(setup: setup_lib.Setup) -> None:
       divided[config.algorithm.teacher] = setup.teacher
     for whose, each in divided.items():
       _check_divided(side, shape, rules, whose, each, is_stacked)
+      sections.require(
+        each.delta is None or not is_stacked or shape.parts(rules.tokens) == 1,
+        "mesh.train_context",
+        f"{whose} has layers with states (the gated delta rule), which are not"
+        " passed on between the parts of a row; use 1",
+      )
+  sections.require(
+    model.delta is None or not config.rollout.kept_tokens,
+    "rollout.kept_tokens",
+    f"{config.model.name} has layers with states (the gated delta rule), which"
+    " are not in pages; use 0",
+  )
 
 
 def _check_divided(
@@ -117,7 +129,17 @@ def _check_divided(
   }
   if model.experts is not None:
     sizes["experts"] = model.experts.num_experts, "number of experts"
-  for name, (size, what) in sizes.items():
+  checked = [*sizes.items()]
+  if model.delta is not None:
+    own, either = model.delta, len(model.layers_with("query"))
+    checked += [
+      ("heads", (own.num_key_heads, "key heads of the gated delta rule")),
+      ("heads", (own.num_value_heads, "value heads of the gated delta rule")),
+      ("head", (own.key_dim, "key size of the gated delta rule")),
+      ("head", (own.value_dim, "value size of the gated delta rule")),
+      ("layers", (either, "number of layers with attention")),
+    ]
+  for name, (size, what) in checked:
     if name == "layers" and not is_stacked:
       continue
     mesh_shape.require_divides(
@@ -220,6 +242,7 @@ def published_bytes(setup: setup_lib.Setup) -> tuple[int, int]:
       model.num_layers,
       config.rollout.dtype,
       config.rollout.weights,
+      model,
     )
   )
   if model.lora is None:

@@ -23,6 +23,7 @@ from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import jetstream_api
 from jaxrl_async.engine import sampling
 from jaxrl_async.models import configs
+from jaxrl_async.models import gated_delta
 
 T = TypeVar("T")
 
@@ -106,7 +107,7 @@ class Prefix:
   """Prefilled rows.
 
   Attributes:
-    cache: a pair of arrays [R, ...] for each layer.
+    cache: a pair of arrays [R, ...] for each layer, or its state.
     tokens: [R T] the padded tokens.
     lengths: [R] number of tokens of each row without padding.
     adapters: [R] the adapter of each row, if the model has a stack of them.
@@ -129,11 +130,41 @@ def prefix_sharding(
   rows = mesh_lib.sharding(mesh, rules, rows_axis)
   layer = mesh_lib.sharding(mesh, rules, rows_axis, "kv_heads")
   return Prefix(
-    cache=[(layer, layer)] * model.num_layers,
+    cache=with_state_shardings(
+      [(layer, layer)] * model.num_layers, model, rows_axis, mesh, rules
+    ),
     tokens=rows,
     lengths=rows,
     adapters=rows if model.lora and model.lora.num_adapters else None,
   )
+
+
+def with_state_shardings(
+  layers: list[Any],
+  model: configs.ModelConfig,
+  rows_axis: str | None,
+  mesh: Mesh,
+  rules: sections.ShardingRules,
+) -> list[Any]:
+  """Return the shardings of a cache, with those of the layers with states.
+
+  Args:
+    layers: shardings of each layer. Those of layers with states are replaced.
+    model: the architecture.
+    rows_axis: the logical axis of the rows of states.
+    mesh: of the rollout slice.
+    rules: of the rollout slice.
+  """
+  states = jax.tree.map(
+    lambda axes: mesh_lib.sharding(mesh, rules, rows_axis, *axes[1:]),
+    gated_delta.STATE_AXES,
+    is_leaf=lambda x: type(x) is tuple,
+  )
+  is_delta = model.is_delta or (False,) * model.num_layers
+  return [
+    states if has else layer
+    for has, layer in zip(is_delta, layers, strict=True)
+  ]
 
 
 def _slot_field(
@@ -236,7 +267,8 @@ class DecodeState:
   """The state on the device between two calls, donated to each call.
 
   Attributes:
-    cache: keys and values of each layer, as the cache's layout has them.
+    cache: keys and values of each layer, as the cache's layout has them, or
+      its `gated_delta.State`.
     tokens: [B] the newest token of each slot, which is not yet in the cache.
     positions: [B] its position, which is also the number of cached tokens.
     is_active: [B] whether the slot is generating.

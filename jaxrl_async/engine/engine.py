@@ -112,8 +112,15 @@ class Engine(jetstream_api.Engine):
       attention: the wanted implementation; see `choice.for_engine`.
 
     Raises:
-      ConfigError: the wanted attention does not exist or does not work here.
+      ConfigError: the wanted attention does not exist or does not work here, or
+        pages are to be kept for a model with states.
     """
+    sections.require(
+      model.delta is None or not sizes.kept_tokens,
+      "rollout.kept_tokens",
+      "this model has layers with states (the gated delta rule), which are not"
+      " in pages; use 0",
+    )
     self.model = model
     self.sizes = sizes
     self.seed = seed

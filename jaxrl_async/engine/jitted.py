@@ -63,7 +63,7 @@ class Jitted:
 
   def _opened(self, bucket: int) -> Prefix:
     tokens, lengths, adapters = self._rows(bucket)
-    shapes = jax.eval_shape(self.open, tokens, lengths, None, adapters)
+    shapes = jax.eval_shape(self.open, tokens, lengths, adapters)
     return aot.placed(shapes, self.prefix_sharding)
 
   def largest(self, weights: Any) -> list[aot.Program]:
@@ -127,7 +127,13 @@ def make(
   shapes = jax.eval_shape(programs.init_state)
   state = dataclasses.replace(
     jax.tree.map(lambda _: slots, shapes),
-    cache=jax.tree.map(lambda _: layer, shapes.cache),
+    cache=decode_state_lib.with_state_shardings(
+      jax.tree.map(lambda _: layer, shapes.cache),
+      programs.model,
+      "batch",
+      mesh,
+      rules,
+    ),
   )
   prefix = decode_state_lib.prefix_sharding(
     programs.model, programs.sizes, mesh, rules

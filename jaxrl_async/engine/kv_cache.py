@@ -19,18 +19,24 @@ A slot of a layer with a sliding window is a ring of as many tokens as the
 window has: the token at position p lies at time p % width. What the ring has
 forgotten is exactly what the window hides. Pages and prefilled rows keep all
 tokens, and attention masks those that the window hides.
+
+A layer that mixes by the gated delta rule has a `gated_delta.State` for each
+slot, in both layouts: it does not grow with the tokens. A state is that after
+all tokens but the newest, which the next decode step takes.
 """
 
 from collections.abc import Iterator
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_async.models import configs
+from jaxrl_async.models import gated_delta
 from jaxrl_async.models.attention import paged_attention
 from jaxrl_async.models.attention import reference
 
@@ -53,11 +59,40 @@ def from_prefill(
 
 def empty_rows(
   model: configs.ModelConfig, *, rows: int, tokens: int, dtype: jnp.dtype
-) -> list[Layer]:
+) -> list[Layer | gated_delta.State]:
   """Return zeros for every layer, as rows that `extend_rows` fills."""
+  return with_states(
+    model,
+    rows,
+    dtype,
+    [_empty_layer(model, rows, tokens, dtype) for _ in range(model.num_layers)],
+  )
+
+
+def with_states(
+  model: configs.ModelConfig, rows: int, dtype: jnp.dtype, cache: list[Any]
+) -> list[Any]:
+  """Return a cache with empty states in the layers that have them."""
+  if model.delta is None:
+    return cache
   return [
-    _empty_layer(model, rows, tokens, dtype) for _ in range(model.num_layers)
+    gated_delta.empty(model.delta, rows, dtype) if is_delta else layer
+    for layer, is_delta in zip(cache, model.is_delta, strict=True)
   ]
+
+
+def insert_states(
+  state: gated_delta.State,
+  rows: gated_delta.State,
+  slots: Int[Array, "M"],
+  sources: Int[Array, "M"],
+) -> gated_delta.State:
+  """Copy states of rows into slots, except for slots that are out of range."""
+  return jax.tree.map(
+    lambda held, new: held.at[slots].set(new[sources], mode="drop"),
+    state,
+    rows,
+  )
 
 
 def _empty_layer(

@@ -18,6 +18,7 @@ from jaxrl_async.engine.decode_state import Insertion
 from jaxrl_async.engine.decode_state import Prefix
 from jaxrl_async.models import configs
 from jaxrl_async.models import experts as experts_lib
+from jaxrl_async.models import gated_delta
 from jaxrl_async.models import transformer
 from jaxrl_async.models.attention import reference
 
@@ -65,7 +66,12 @@ class Programs:
     """Return a state with an empty cache and every slot idle."""
     b = self.sizes.num_slots
     return DecodeState(
-      cache=self.layout.init(self.model, self.cache_dtype),
+      cache=kv_cache.with_states(
+        self.model,
+        b,
+        self.cache_dtype,
+        self.layout.init(self.model, self.cache_dtype),
+      ),
       tokens=jnp.zeros((b,), jnp.int32),
       positions=jnp.zeros((b,), jnp.int32),
       is_active=jnp.zeros((b,), bool),
@@ -105,6 +111,18 @@ class Programs:
       )
       return mixed, kv_cache.from_prefill(key, value, self.cache_dtype)
 
+    def recur(
+      _: int,
+      inputs: gated_delta.Inputs,
+      filters: gated_delta.Filters,
+      activation: gated_delta.Activation,
+    ) -> tuple[jax.Array, gated_delta.State | None]:
+      assert self.model.delta is not None
+      empty = gated_delta.empty(self.model.delta, rows, self.cache_dtype)
+      return gated_delta.over_rows(
+        inputs, filters, activation, positions, empty, lengths - 1
+      )
+
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(tokens, self.dtype)
     _, cache = model.hidden(
@@ -112,6 +130,7 @@ class Programs:
       positions,
       attend,
       rows=adapters,
+      recur=recur,
       placement=self._placement(is_prefill=True),
     )
     return Prefix(
@@ -198,6 +217,17 @@ class Programs:
       )
       return mixed, written
 
+    def recur(
+      layer: int,
+      inputs: gated_delta.Inputs,
+      filters: gated_delta.Filters,
+      activation: gated_delta.Activation,
+    ) -> tuple[jax.Array, gated_delta.State | None]:
+      num_kept = jnp.clip(prefix.lengths - 1 - positions[:, 0], 0, chunk)
+      return gated_delta.over_rows(
+        inputs, filters, activation, positions, prefix.cache[layer], num_kept
+      )
+
     model = transformer.bind(self.model, params.weights, is_stacked=False)
     embedded = model.embed(tokens, self.dtype)
     _, cache = model.hidden(
@@ -205,6 +235,7 @@ class Programs:
       positions,
       attend,
       rows=prefix.adapters,
+      recur=recur,
       placement=self._placement(is_prefill=True),
     )
     return dataclasses.replace(prefix, cache=cache)
@@ -219,7 +250,12 @@ class Programs:
     """Copy a prefilled row into pages."""
     assert isinstance(self.layout, kv_cache.Pages)
     layers = zip(state.cache, prefix.cache, strict=True)
-    cache = [self.layout.fill(x, rows, row, pages) for x, rows in layers]
+    cache = [
+      x
+      if isinstance(x, gated_delta.State)
+      else self.layout.fill(x, rows, row, pages)
+      for x, rows in layers
+    ]
     return dataclasses.replace(state, cache=cache)
 
   def insert_rows(
@@ -240,13 +276,13 @@ class Programs:
     slots = jnp.where(is_picking, idle[rank], wanted)
     sources = entries.sources
     lengths = prefix.lengths[sources]
-    cache = state.cache
-    if isinstance(self.layout, kv_cache.Slots):
-      layers = zip(state.cache, prefix.cache, strict=True)
-      cache = [
-        self.layout.insert(x, rows, slots, sources, prefix.lengths)
-        for x, rows in layers
-      ]
+    cache = []
+    for layer, rows in zip(state.cache, prefix.cache, strict=True):
+      if isinstance(layer, gated_delta.State):
+        layer = kv_cache.insert_states(layer, rows, slots, sources)
+      elif isinstance(self.layout, kv_cache.Slots):
+        layer = self.layout.insert(layer, rows, slots, sources, prefix.lengths)
+      cache.append(layer)
 
     def put(array: jax.Array, rows: jax.Array) -> jax.Array:
       return array.at[slots].set(rows.astype(array.dtype), mode="drop")
@@ -347,6 +383,9 @@ class Programs:
       positions,
       attend,
       rows=settings.adapters,
+      recur=lambda layer, inputs, filters, activation: gated_delta.step(
+        inputs, filters, activation, state.cache[layer]
+      ),
       placement=self._placement(is_prefill=False),
     )
     logits = model.logits(hidden)

@@ -1,8 +1,9 @@
 """Architectures: sizes and switches of a decoder, and some of them by name.
 
-A layer is a mixer and a feed-forward. What a layer has is the same in all
-layers of a model, except for its window and its rotary embedding, which `ropes`
-and `sliding_windows` list. `families` says what the models of a family have.
+A layer is a mixer and a feed-forward. The mixer is attention or the gated delta
+rule; `is_delta` lists which. All else is the same in all layers of a model,
+except for the window and the rotary embedding of attention, which `ropes` and
+`sliding_windows` list. `families` says what the models of a family have.
 """
 
 import dataclasses
@@ -33,8 +34,20 @@ class Projection(NamedTuple):
     """The names of all axes."""
     return self.groups + self.inputs + self.outputs
 
+  @property
+  def logical_axes(self) -> tuple[str, ...]:
+    """The axes of the sharding rules that they are split as."""
+    return tuple(_SPLIT_AS.get(axis, axis) for axis in self.axes)
 
-# Those of a dense layer, in the order in which they are initialised.
+
+# Which axis of the sharding rules others are split as.
+_SPLIT_AS = {
+  "delta_key_heads": "heads",
+  "delta_heads": "heads",
+  "delta_key": "head",
+  "delta_value": "head",
+}
+# Those of layers without experts, in the order in which they are initialised.
 PROJECTIONS = {
   "query": Projection("self_attn.q_proj", ("embed",), ("heads", "head")),
   "key": Projection("self_attn.k_proj", ("embed",), ("kv_heads", "head")),
@@ -43,7 +56,30 @@ PROJECTIONS = {
   "gate": Projection("mlp.gate_proj", ("embed",), ("mlp",)),
   "up": Projection("mlp.up_proj", ("embed",), ("mlp",)),
   "down": Projection("mlp.down_proj", ("mlp",), ("embed",)),
+  "delta_query": Projection(
+    "linear_attn.in_proj_q", ("embed",), ("delta_key_heads", "delta_key")
+  ),
+  "delta_key": Projection(
+    "linear_attn.in_proj_k", ("embed",), ("delta_key_heads", "delta_key")
+  ),
+  "delta_value": Projection(
+    "linear_attn.in_proj_v", ("embed",), ("delta_heads", "delta_value")
+  ),
+  "delta_gate": Projection(
+    "linear_attn.in_proj_z", ("embed",), ("delta_heads", "delta_value")
+  ),
+  "delta_rate": Projection(
+    "linear_attn.in_proj_b", ("embed",), ("delta_heads",)
+  ),
+  "delta_decay": Projection(
+    "linear_attn.in_proj_a", ("embed",), ("delta_heads",)
+  ),
+  "delta_output": Projection(
+    "linear_attn.out_proj", ("delta_heads", "delta_value"), ("embed",)
+  ),
 }
+_OF_ATTENTION = ("query", "key", "value", "output")
+_OF_DELTA = "delta"
 DENSE_KERNELS = "gate", "up", "down"
 # What a layer of experts has in place of these, beside its router.
 EXPERT_KERNELS = {
@@ -143,6 +179,69 @@ class Rope(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+  """Sizes of the layers that mix by the gated delta rule; see `gated_delta`.
+
+  Attributes:
+    num_key_heads: heads of queries and of keys.
+    num_value_heads: heads of values, a multiple of these.
+    key_dim: size of a query or key head.
+    value_dim: size of a value head.
+    conv_tokens: tokens that the convolution sees, the own one included.
+  """
+
+  num_key_heads: int
+  num_value_heads: int
+  key_dim: int
+  value_dim: int
+  conv_tokens: int
+
+  def __post_init__(self):
+    if self.num_value_heads % self.num_key_heads:
+      raise ValueError(
+        f"num_value_heads {self.num_value_heads} is not a multiple of"
+        f" num_key_heads {self.num_key_heads}"
+      )
+    if self.conv_tokens < 2:
+      raise ValueError(f"conv_tokens {self.conv_tokens} is below 2")
+
+  @property
+  def leaf_shapes(self) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of a layer that are no projections."""
+    keys = self.num_key_heads, self.key_dim, self.conv_tokens
+    values = self.num_value_heads, self.value_dim, self.conv_tokens
+    return {
+      "delta_query_filter": keys,
+      "delta_key_filter": keys,
+      "delta_value_filter": values,
+      "delta_log_decay": (self.num_value_heads,),
+      "delta_decay_bias": (self.num_value_heads,),
+      "delta_norm": (self.value_dim,),
+    }
+
+  @property
+  def state_sizes(self) -> tuple[int, int]:
+    """The float32 numbers of a row's state, and those of the cache's dtype."""
+    keys = self.num_key_heads * self.key_dim
+    values = self.num_value_heads * self.value_dim
+    return self.key_dim * values, (self.conv_tokens - 1) * (2 * keys + values)
+
+
+# What the parameters of `GatedDelta.leaf_shapes` are in a layer of Hugging
+# Face's format. The three filters are the rows of one array.
+DELTA_LEAVES = {
+  "linear_attn.conv1d.weight": (
+    "delta_query_filter",
+    "delta_key_filter",
+    "delta_value_filter",
+  ),
+  "linear_attn.A_log": ("delta_log_decay",),
+  "linear_attn.dt_bias": ("delta_decay_bias",),
+  "linear_attn.norm.weight": ("delta_norm",),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
   """Low-rank adapters beside kernels of every layer; see `models.lora`.
 
@@ -209,6 +308,10 @@ class ModelConfig:
     has_scalar_head: the decoder ends in a vector that makes one number of each
       hidden state, as critics and reward models do, and has no output head.
     lora: adapters beside the kernels, or None.
+    has_gated_attention: what attention mixes is multiplied by a sigmoid of as
+      many numbers, which the query projection makes beside each head's query.
+    delta: sizes of the layers that mix by the gated delta rule instead.
+    is_delta: for each layer, whether it does. Empty if there is none.
     sliding_windows: for each layer, how many tokens a token sees, itself
       included; None is all tokens up to itself. Empty if no layer has a window.
     rotary_dim: leading elements of each head that are rotated; None is all.
@@ -252,6 +355,9 @@ class ModelConfig:
   has_tied_head: bool = True
   has_scalar_head: bool = False
   lora: Lora | None = None
+  has_gated_attention: bool = False
+  delta: GatedDelta | None = None
+  is_delta: tuple[bool, ...] = ()
   sliding_windows: tuple[int | None, ...] = ()
   rotary_dim: int | None = None
   has_rotary: tuple[bool, ...] = ()
@@ -302,8 +408,40 @@ class ModelConfig:
       raise ValueError(f"sliding_windows {windows} has one below 1")
     if windows and not any(windows):
       raise ValueError("sliding_windows has no window; leave it empty")
+    if bool(self.is_delta) != (self.delta is not None):
+      raise ValueError("is_delta and delta: set both or none")
+    if self.is_delta and (
+      len(self.is_delta) != self.num_layers or not any(self.is_delta)
+    ):
+      raise ValueError(
+        f"is_delta {self.is_delta} does not name some of num_layers"
+        f" {self.num_layers}"
+      )
+    if self.is_delta and (windows or self.has_rotary):
+      raise ValueError("is_delta: such a model has no windows or has_rotary")
     if why := self.why_no_adapters(self.lora):
       raise ValueError(f"lora.modules {why}")
+
+  def layers_with(self, leaf: str) -> tuple[int, ...]:
+    """Return the layers that have a parameter, or an adapter of it."""
+    kind = leaf.partition("_")[0]
+    layers = range(self.num_layers)
+    if not self.is_delta or kind not in (*_OF_ATTENTION, _OF_DELTA):
+      return tuple(layers)
+    return tuple(i for i in layers if self.is_delta[i] == (kind == _OF_DELTA))
+
+  @property
+  def period(self) -> int:
+    """After how many layers their mixers repeat themselves."""
+    n, kinds = self.num_layers, self.is_delta
+    return next(
+      p for p in range(1, n + 1) if n % p == 0 and kinds == kinds[:p] * (n // p)
+    )
+
+  @property
+  def num_attention_layers(self) -> int:
+    """The number of layers that mix by attention."""
+    return self.num_layers - sum(self.is_delta)
 
   def why_no_adapters(self, lora: Lora | None) -> str:
     """Return why the model cannot have these adapters, or "".
@@ -375,15 +513,21 @@ class ModelConfig:
 
   @property
   def projections(self) -> dict[str, Projection]:
-    """The kernels of a layer by name, without a router."""
+    """The kernels of all layers by name, without routers."""
+    found = dict(PROJECTIONS)
+    if self.delta is None:
+      found = {k: x for k, x in found.items() if not k.startswith(_OF_DELTA)}
     if self.experts is None:
-      return PROJECTIONS
-    mixer = {k: x for k, x in PROJECTIONS.items() if k not in DENSE_KERNELS}
-    return mixer | EXPERT_KERNELS
+      return found
+    mixers = {k: x for k, x in found.items() if k not in DENSE_KERNELS}
+    return mixers | EXPERT_KERNELS
 
   @property
   def kernel_shapes(self) -> dict[str, tuple[int, ...]]:
-    """The shape of each kernel of a layer by name, in the order of its axes."""
+    """The shape of each kernel by name, in the order of its axes.
+
+    Which layers have it, `layers_with` says.
+    """
     sizes = {
       "embed": self.model_dim,
       "heads": self.num_heads,
@@ -392,21 +536,39 @@ class ModelConfig:
       "mlp": self.mlp_dim,
       "experts": 0 if self.experts is None else self.experts.num_experts,
     }
-    return {
+    if self.delta is not None:
+      sizes |= {
+        "delta_key_heads": self.delta.num_key_heads,
+        "delta_key": self.delta.key_dim,
+        "delta_heads": self.delta.num_value_heads,
+        "delta_value": self.delta.value_dim,
+      }
+    shapes = {
       name: tuple(sizes[axis] for axis in projection.axes)
       for name, projection in self.projections.items()
     }
+    if self.has_gated_attention:
+      *others, head = shapes["query"]
+      shapes["query"] = (*others, 2 * head)
+    return shapes
 
   @property
   def num_params(self) -> int:
     """The number of parameters without adapters; a tied head counts once."""
     d, h = self.model_dim, self.head_dim
-    kernels = sum(map(math.prod, self.kernel_shapes.values()))
+    shapes = dict(self.kernel_shapes)
+    if self.delta is not None:
+      shapes |= self.delta.leaf_shapes
+    params = sum(
+      len(self.layers_with(name)) * math.prod(shape)
+      for name, shape in shapes.items()
+    )
     bias = h * (self.num_heads + 2 * self.num_kv_heads) * self.has_qkv_bias
     qk_norm = sum(map(math.prod, self.qk_norm_shapes))
+    params += self.num_attention_layers * (bias + qk_norm)
     router = 0 if self.experts is None else d * self.experts.num_experts
-    block = kernels + router + bias + qk_norm + len(NORMS[self.norms]) * d
-    params = self.num_layers * block + self.vocab_size * d + d
+    params += self.num_layers * (router + len(NORMS[self.norms]) * d)
+    params += self.vocab_size * d + d
     if self.has_scalar_head:
       return params + d
     return params + (0 if self.has_tied_head else self.vocab_size * d)
@@ -437,14 +599,24 @@ class ModelConfig:
 
     All tokens count, whether or not they are still within a window.
     """
-    per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-    return per_token * tokens * itemsize
+    per_token = 2 * self.num_attention_layers * self.num_kv_heads
+    return per_token * self.head_dim * tokens * itemsize
+
+  def state_bytes(self, *, itemsize: int) -> int:
+    """Return the memory of the states of a sequence, however long it is."""
+    if self.delta is None:
+      return 0
+    wide, narrow = self.delta.state_sizes
+    return sum(self.is_delta) * (4 * wide + itemsize * narrow)
 
   def slot_bytes(self, *, tokens: int, itemsize: int) -> int:
     """Return the memory of a slot of the cache for this many tokens.
 
-    A layer with a window keeps no more tokens than its window.
+    A layer with a window keeps no more tokens than its window, and one with a
+    state none.
     """
+    if self.is_delta:
+      return self.cache_bytes(tokens=tokens, itemsize=itemsize)
     kept = sum(window or tokens for window in self.windows_within(tokens))
     per_token = 2 * self.num_kv_heads * self.head_dim
     return per_token * kept * itemsize

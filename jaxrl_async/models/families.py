@@ -93,6 +93,11 @@ class Family:
     must_be_null: entries that transformers has, but does not apply.
     must_be_false: entries that this decoder does not implement.
     fused: matrices of a layer that are stored as one, by its name.
+    has_delta: layers mix by the gated delta rule, except for those that
+      layer_types names, or every n-th of full_attention_interval.
+    text_of: the model_type of models with images whose text part this is. Their
+      settings of it are an object of their own.
+    left_out: beginnings of the names of tensors that are not read.
   """
 
   architecture: str
@@ -115,6 +120,9 @@ class Family:
   must_be_null: tuple[str, ...] = ()
   must_be_false: tuple[str, ...] = ("mlp_bias", "attention_bias")
   fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+  has_delta: bool = False
+  text_of: str = ""
+  left_out: tuple[str, ...] = ()
 
 
 _ALL_HEADS = {"num_key_value_heads": Same("num_attention_heads")}
@@ -292,5 +300,31 @@ FAMILIES = {
     reads_full_every=True,
     rotated=Rotated.WINDOWED,
     must_be_false=(),
+  ),
+  "qwen3_5_text": Family(
+    architecture="Qwen3_5ForCausalLM",
+    has={
+      "has_qk_norm": True,
+      "has_centred_norms": True,
+      "has_gated_attention": True,
+    },
+    defaults={
+      "head_dim": 256,
+      "partial_rotary_factor": 0.25,
+      "full_attention_interval": 4,
+      "linear_conv_kernel_dim": 4,
+      "linear_key_head_dim": 128,
+      "linear_value_head_dim": 128,
+      "linear_num_key_heads": 16,
+      "linear_num_value_heads": 32,
+    },
+    has_partial_rotary=True,
+    scalings=FIXED_SCALINGS,
+    fused={
+      "linear_attn.in_proj_qkv": ("delta_query", "delta_key", "delta_value")
+    },
+    has_delta=True,
+    text_of="qwen3_5",
+    left_out=("mtp.", "model.visual."),
   ),
 }

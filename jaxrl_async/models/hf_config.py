@@ -15,13 +15,14 @@ from jaxrl_async.config import sections
 from jaxrl_async.models import configs
 from jaxrl_async.models import families
 from jaxrl_async.models import hf_experts
+from jaxrl_async.models import hf_layers
 from jaxrl_async.models import hf_values
 from jaxrl_async.storage import model_files
 
 CONFIG_FILE = model_files.CONFIG
 _MAX_POSITIONS = "max_position_embeddings"
 _CONTEXT = "original_max_position_embeddings"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING = hf_layers.FULL, hf_layers.SLIDING
 # Far beyond any model. The bounds refuse a file before anything of its size is
 # built or counted.
 _MAX_LAYERS = 2**12
@@ -43,6 +44,8 @@ _SCALING_NUMBERS = {
   },
   "longrope": {},
 }
+# They tell apart the positions of images, which are equal in a text.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _SCALING_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _FACTORS = {"short_factor": "short_factors", "long_factor": "long_factors"}
 _ROPE_KEYS = {
@@ -75,7 +78,7 @@ def max_positions(directory: str | pathlib.Path) -> int | None:
   """
   path = pathlib.Path(directory) / CONFIG_FILE
   try:
-    return _max_positions(model_files.read_optional(path))
+    return _max_positions(_of_text(model_files.read_optional(path)))
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
 
@@ -106,6 +109,7 @@ def check_vocabulary(
 
 
 def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
+  settings = _of_text(settings)
   name = settings.get("model_type")
   if not isinstance(name, str) or name not in families.FAMILIES:
     raise ValueError(
@@ -136,6 +140,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
       f"hidden_size {model_dim} is not a multiple of num_attention_heads"
       f" {num_heads}, as transformers requires of this family"
     )
+  delta_fields = hf_layers.delta_fields(settings, family, num_layers)
   windows = _sliding_windows(settings, name, family, num_layers)
   fields: dict[str, Any] = {
     field: None
@@ -165,6 +170,7 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
     **_rope_fields(settings, family, head_dim, windows),
     **family.has,
     **fields,
+    **delta_fields,
   )
   if model.num_params > _MAX_PARAMS:
     raise ValueError(
@@ -172,6 +178,21 @@ def _model_config(settings: Mapping[str, Any]) -> configs.ModelConfig:
       " parameters"
     )
   return model
+
+
+def _of_text(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Return the settings of the text part, if it is a model with images."""
+  for name, family in families.FAMILIES.items():
+    if family.text_of and family.text_of == settings.get("model_type"):
+      text = settings.get("text_config")
+      if not isinstance(text, Mapping):
+        raise ValueError(
+          f"text_config is {sections.shown(text)}, not an object"
+        )
+      # transformers reads the outer one.
+      is_tied = settings.get("tie_word_embeddings", False)
+      return {**text, "model_type": name, "tie_word_embeddings": is_tied}
+  return settings
 
 
 def _with_defaults(
@@ -250,7 +271,9 @@ def _sliding_windows(
   window = None
   if is_used and settings.get("sliding_window") is not None:
     window = hf_values.number(settings, "sliding_window", int)
-  types = _layer_types(settings, num_layers)
+  types = (
+    None if family.has_delta else hf_layers.layer_types(settings, num_layers)
+  )
   has_window = [window is not None] * num_layers
   if family.windows in (chosen, most):
     if types is not None:
@@ -273,7 +296,10 @@ def _sliding_windows(
       raise ValueError(
         f"layer_types has {_SLIDING!r}, but there is no window; set {needed}"
       )
-  elif types not in (None, [_SLIDING if has else _FULL for has in has_window]):
+  elif types not in (
+    None,
+    [_SLIDING if has else _FULL for has in has_window],
+  ):
     which = "no layer" if not any(has_window) else "every layer"
     raise ValueError(
       f"layer_types: {which} of this {name} has a window; leave it out"
@@ -311,31 +337,6 @@ def _has_rotary(
       )
     found = [x == 1 for x in listed[:num_layers]]
   return () if all(found) else tuple(found)
-
-
-def _layer_types(
-  settings: Mapping[str, Any], num_layers: int
-) -> list[str] | None:
-  """Return the kind of each layer's attention; None if there is no list."""
-  layer_types = settings.get("layer_types")
-  if layer_types is None:
-    return None
-  if not isinstance(layer_types, list):
-    raise ValueError(
-      f"layer_types is {sections.shown(layer_types)}, not a list"
-    )
-  for layer_type in layer_types:
-    if layer_type not in (_FULL, _SLIDING):
-      raise ValueError(
-        f"layer_types has {sections.shown(layer_type)}; use {_FULL!r} or"
-        f" {_SLIDING!r}"
-      )
-  if len(layer_types) != num_layers:
-    raise ValueError(
-      f"layer_types has {len(layer_types)} entries for num_hidden_layers"
-      f" {num_layers}"
-    )
-  return layer_types
 
 
 def _rope_fields(
@@ -395,7 +396,8 @@ def _rope_fields(
       f"{where}.truncate is False, which transformers does not read in this"
       " family; leave it out"
     )
-  if unknown := sorted(rope.keys() - _ROPE_KEYS):
+  known = _ROPE_KEYS | ({*_OF_IMAGES} if family.text_of else set())
+  if unknown := sorted(rope.keys() - known):
     name = sections.shown(unknown[0]).strip("'")
     raise ValueError(f"{where}.{name} is not supported")
   part = 1.0
@@ -426,7 +428,10 @@ def _kind_of_layer(
 ) -> Mapping[str, Any]:
   """Return the rotary parameters of a kind of layer."""
   found = parameters.get(kind) or {}
-  if not isinstance(found, Mapping) or parameters.keys() - {_FULL, _SLIDING}:
+  if not isinstance(found, Mapping) or parameters.keys() - {
+    _FULL,
+    _SLIDING,
+  }:
     raise ValueError(
       f"rope_parameters is {sections.shown(dict(parameters))}, not an object"
       f" with {_FULL} and {_SLIDING}"
@@ -575,6 +580,7 @@ def _described(config: configs.ModelConfig, name: str) -> dict[str, Any]:
     "tie_word_embeddings": config.has_tied_head,
     **_rope_settings(config, family),
     **_window_settings(config, family),
+    **hf_layers.delta_settings(config, family),
     **hf_experts.settings_of(config, family),
     **{
       entry.name: None

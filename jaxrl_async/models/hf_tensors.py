@@ -8,7 +8,6 @@ several whose rows follow one another. A stored matrix is [out, in], and ours is
 
 from collections.abc import Iterator, Sequence
 import dataclasses
-import itertools
 import math
 import pathlib
 
@@ -102,17 +101,30 @@ def places(config: configs.ModelConfig) -> dict[str, tuple[Place, ...]]:
     of_query, of_key = map(math.prod, c.qk_norm_shapes)
     block["self_attn.q_norm.weight"] = [("query_norm", (of_query,))]
     block["self_attn.k_norm.weight"] = [("key_norm", (of_key,))]
+  if c.delta is not None:
+    shapes = c.delta.leaf_shapes
+    for stored, leaves in configs.DELTA_LEAVES.items():
+      # A filter is stored as [channels, 1, tokens].
+      block[stored] = [
+        (leaf, (math.prod(shape[:-1]), 1, shape[-1]))
+        if len(shape := shapes[leaf]) == 3
+        else (leaf, shape)
+        for leaf in leaves
+      ]
   table = (c.vocab_size, d)
   found: dict[str, tuple[Place, ...]] = {
     EMBEDDING: (Place("embedding", None, table),)
   }
   for layer in range(c.num_layers):
     for suffix, leaves in block.items():
-      sizes = [0, *itertools.accumulate(shape[0] for _, shape in leaves)]
-      found[f"model.layers.{layer}.{suffix}"] = tuple(
-        Place(leaf, layer, shape, first)
-        for (leaf, shape), first in zip(leaves, sizes, strict=False)
-      )
+      parts, first = [], 0
+      for leaf, shape in leaves:
+        having = c.layers_with(leaf)
+        if layer in having:
+          parts.append(Place(leaf, having.index(layer), shape, first))
+          first += shape[0]
+      if parts:
+        found[f"model.layers.{layer}.{suffix}"] = tuple(parts)
     for suffix, (leaf, shape) in experts.items():
       for expert in range(num_experts):
         place = Place(leaf, layer, shape, expert=expert)
@@ -152,9 +164,10 @@ class StoredTensor:
       ValueError: it has values that are not finite in this dtype.
     """
     index = [slice(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
-    if len(self.place.shape) == 1:
+    if len(self.place.shape) != 2:
+      first = self.place.first_row
       with safetensors.safe_open(self.path, "numpy") as file:
-        whole = file.get_tensor(self.name)
+        whole = file.get_tensor(self.name)[first : first + self.place.shape[0]]
       return self._converted(whole).reshape(shape)[tuple(index)]
     # The axes of ours that make up the first axis of a matrix, and the second.
     projection = configs.PROJECTIONS.get(self.place.leaf)

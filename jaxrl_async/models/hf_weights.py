@@ -26,6 +26,7 @@ from safetensors import numpy as safetensors_numpy
 
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
+from jaxrl_async.models import families
 from jaxrl_async.models import hf_config
 from jaxrl_async.models import hf_tensors
 from jaxrl_async.models import transformer
@@ -35,6 +36,8 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F32", "F16", "BF16"}
 _UNUSED = "rotary_emb.inv_freq"  # in old files; it follows from the settings
+# Where models with images have the layers of their text part.
+_TEXT, _OF_TEXT = "model.language_model.", "model."
 
 
 _SHARD = re.compile(r"[^/\\\0]{1,200}\.safetensors")
@@ -70,12 +73,14 @@ class _Contents:
     copies: tensors that must equal the embedding. Files of models with a tied
       head may repeat it.
     files: the file of each tensor.
+    names: the name of each tensor in its file.
   """
 
   config: configs.ModelConfig
   places: dict[str, tuple[hf_tensors.Place, ...]]
   copies: dict[str, tuple[hf_tensors.Place, ...]]
   files: dict[str, pathlib.Path]
+  names: dict[str, str]
 
 
 def _contents(directory: pathlib.Path) -> _Contents:
@@ -85,9 +90,16 @@ def _contents(directory: pathlib.Path) -> _Contents:
   copies = {}
   if config.has_tied_head:
     copies[hf_tensors.HEAD] = places[hf_tensors.EMBEDDING]
-  files = _check_headers(directory, places, copies)
-  copies = {name: place for name, place in copies.items() if name in files}
-  return _Contents(config=config, places=places, copies=copies, files=files)
+  family = families.FAMILIES[config.family]
+  found = _check_headers(directory, places, copies, family)
+  copies = {name: place for name, place in copies.items() if name in found}
+  return _Contents(
+    config=config,
+    places=places,
+    copies=copies,
+    files={name: path for name, (path, _) in found.items()},
+    names={name: own for name, (_, own) in found.items()},
+  )
 
 
 def check(directory: str | pathlib.Path) -> configs.ModelConfig:
@@ -127,7 +139,8 @@ def load(
   kind = jnp.dtype(dtype)
 
   def stored(name: str, place: hf_tensors.Place) -> hf_tensors.StoredTensor:
-    return hf_tensors.StoredTensor(contents.files[name], name, place, kind)
+    path, own = contents.files[name], contents.names[name]
+    return hf_tensors.StoredTensor(path, own, place, kind)
 
   shapes = _abstract_params(contents.config)
   if shardings is None:
@@ -217,23 +230,34 @@ def _check_headers(
   directory: pathlib.Path,
   places: Mapping[str, tuple[hf_tensors.Place, ...]],
   optional: Mapping[str, tuple[hf_tensors.Place, ...]],
-) -> dict[str, pathlib.Path]:
-  """Check all headers and return the file of each tensor."""
+  family: families.Family,
+) -> dict[str, tuple[pathlib.Path, str]]:
+  """Check all headers; return the file of each tensor, and its name there."""
+
+  def is_unused(name: str) -> bool:
+    return name.endswith(_UNUSED) or name.startswith(family.left_out)
+
+  def named(name: str) -> str:
+    if family.text_of and name.startswith(_TEXT):
+      return _OF_TEXT + name.removeprefix(_TEXT)
+    return name
+
   paths, weight_map = _weight_files(directory)
   known = {**places, **optional}
-  found: dict[str, pathlib.Path] = {}
+  found: dict[str, tuple[pathlib.Path, str]] = {}
   for path in paths:
     _check_is_there(path)
     try:
       with safetensors.safe_open(path, "numpy") as file:
-        for name in file.keys():
-          if name.endswith(_UNUSED):
+        for own in file.keys():
+          if is_unused(own):
             continue
+          name = named(own)
           if name in found:
-            raise ValueError(f"{name} is in {found[name].name} as well")
-          header = file.get_slice(name)
+            raise ValueError(f"{name} is in {found[name][0].name} as well")
+          header = file.get_slice(own)
           _check_tensor(name, header.get_shape(), header.get_dtype(), known)
-          found[name] = path
+          found[name] = path, own
     except safetensors.SafetensorError as error:
       raise ValueError(
         f"{path}: {' '.join(str(error).split())}; it is damaged or not whole,"
@@ -244,15 +268,15 @@ def _check_headers(
   source = directory / (INDEX_FILE if weight_map else WEIGHTS_FILE)
   if missing := [name for name in places if name not in found]:
     raise ValueError(f"{source}: {_first(missing)} missing")
-  for name, file_name in weight_map.items():
+  for own, file_name in weight_map.items():
+    name = named(own)
     if name not in found:
-      if name.endswith(_UNUSED):
+      if is_unused(own):
         continue
-      raise ValueError(f"{source}: {name} is not in {file_name}")
-    if found[name].name != file_name:
-      raise ValueError(
-        f"{source}: {name} is in {found[name].name}, not in {file_name}"
-      )
+      raise ValueError(f"{source}: {own} is not in {file_name}")
+    path, _ = found[name]
+    if path.name != file_name:
+      raise ValueError(f"{source}: {own} is in {path.name}, not in {file_name}")
   return found
 
 

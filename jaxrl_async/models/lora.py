@@ -56,12 +56,11 @@ def num_params(model: configs.ModelConfig) -> int:
   lora = model.lora
   if lora is None:
     return 0
-  matrices = [
-    shape
+  return sum(
+    len(model.layers_with(module)) * math.prod(shape)
     for module in lora.modules
     for shape in shapes(lora, module, model.kernel_shapes[module], lora.rank)
-  ]
-  return model.num_layers * sum(map(math.prod, matrices))
+  )
 
 
 # -- in the forward pass ------------------------------------------------------
@@ -225,8 +224,9 @@ def stacked(
   for module in lora.modules:
     a, b = shapes(lora, module, model.kernel_shapes[module], lora.rank)
     name_a, name_b = names(module)
-    layers[name_a] = np.zeros((model.num_layers, *a), np.float32)
-    layers[name_b] = np.zeros((model.num_layers, *b), np.float32)
+    num_layers = len(model.layers_with(module))
+    layers[name_a] = np.zeros((num_layers, *a), np.float32)
+    layers[name_b] = np.zeros((num_layers, *b), np.float32)
     for number, entry in enumerate(named):
       if entry is None or module not in entry[0].modules:
         continue

@@ -28,7 +28,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model.model.layers."
 # Our names of kernels by those of PEFT, such as q_proj.
 _MODULES = {
-  x.stored.partition(".")[2]: name for name, x in configs.PROJECTIONS.items()
+  configs.PROJECTIONS[name].stored.partition(".")[2]: name
+  for name in sections.LORA_MODULES
 }
 _DTYPES = {"F32", "F16", "BF16"}
 _MAX_RANK = 2**16
@@ -80,7 +81,8 @@ def read(
       lora, module, model.kernel_shapes[module], lora.rank
     )
     for leaf, shape in zip(lora_lib.names(module), shapes, strict=True):
-      layers[leaf] = np.empty((model.num_layers, *shape), np.float32)
+      num_layers = len(model.layers_with(module))
+      layers[leaf] = np.empty((num_layers, *shape), np.float32)
   with safetensors.safe_open(path, "numpy") as file:
     for name, (leaf, layer, _) in _places(model, lora).items():
       stored = file.get_tensor(name).astype(np.float32)
@@ -237,12 +239,12 @@ def _places(
     kernel = model.kernel_shapes[module]
     a, b = lora_lib.shapes(lora, module, kernel, lora.rank)
     stored = (lora.rank, math.prod(a[:-1])), (math.prod(b[1:]), lora.rank)
-    for layer in range(model.num_layers):
+    for index, layer in enumerate(model.layers_with(module)):
       start = f"{_PREFIX}{layer}.{configs.PROJECTIONS[module].stored}.lora_"
       for letter, leaf, shape in zip(
         "AB", lora_lib.names(module), stored, strict=True
       ):
-        places[f"{start}{letter}.weight"] = leaf, layer, shape
+        places[f"{start}{letter}.weight"] = leaf, index, shape
   return places
 
 

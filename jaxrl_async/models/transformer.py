@@ -1,16 +1,17 @@
 """The decoder: layers of a mixer and a feed-forward, with norms around them.
 
-A mixer is grouped-query attention, over all tokens or within a window. A
-feed-forward is a gated product (SwiGLU or GeGLU), or one of experts for each
-token (`models.experts`). `configs.ModelConfig` says
-what a family's layers have.
+A mixer is grouped-query attention, over all tokens or within a window, or the
+gated delta rule (`gated_delta`). A feed-forward is a gated product (SwiGLU or
+GeGLU), or one of experts for each token (`models.experts`).
+`configs.ModelConfig` says what a family's layers have.
 
 Trainer and engine use the same NNX module. The trainer stacks its layers, and
 scans and rematerialises them. The engine holds its layers separately, because a
 scan over the cache would copy it. The caller provides the attention:
 `attend(layer, q, k, v)` returns the mixed values and whatever the caller wants
 to keep of each layer. That is nothing in the trainer, keys and values in
-prefill, and the updated cache in decoding.
+prefill, and the updated cache in decoding. Likewise it provides `recur(layer,
+inputs, filters, activation)` for the gated delta rule, which keeps states.
 """
 
 from collections.abc import Callable
@@ -29,50 +30,23 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import products
 from jaxrl_async.models import configs
 from jaxrl_async.models import experts as experts_lib
+from jaxrl_async.models import gated_delta
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
+from jaxrl_async.models import remat as remat_lib
 from jaxrl_async.models import rotary
 from jaxrl_async.models.attention import reference
 
 Params = dict[str, Any]
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Recur = Callable[
+  [Any, gated_delta.Inputs, gated_delta.Filters, gated_delta.Activation],
+  tuple[jax.Array, Any],
+]
 
 _ACTIVATIONS = {
   "silu": jax.nn.silu,
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
-# Names of the activations that a policy below may keep.
-_LAYER_INPUT, _PRODUCT = "layer_input", "product"
-# The forward passes of attention kernels, most of which name nothing: cuDNN's,
-# Tokamax's, Triton's and splash's.
-_KERNELS = (
-  "dot_product_attention_fwd_wrapper",
-  "remat_opt",
-  "custom_vjp_call",
-  "pallas_call",
-)
-
-
-def _keeping(*names: str) -> Callable[..., Any]:
-  """Return a policy that keeps what has these names, and what kernels made."""
-  return jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.save_only_these_names(*names),
-    lambda primitive, *_, **__: primitive.name in _KERNELS,
-  )
-
-
-POLICIES = {  # policies of `jax.checkpoint`
-  sections.Remat.FULL: jax.checkpoint_policies.nothing_saveable,
-  sections.Remat.ATTENTION: _keeping(reference.MIXED),
-  sections.Remat.DOTS: _keeping(reference.MIXED, _PRODUCT),
-  sections.Remat.OFFLOAD: (
-    jax.checkpoint_policies.save_and_offload_only_these_names(
-      names_which_can_be_saved=[],
-      names_which_can_be_offloaded=[_LAYER_INPUT],
-      offload_src="device",
-      offload_dst="pinned_host",
-    )
-  ),
 }
 
 
@@ -138,32 +112,44 @@ def _constant(
 def _project(equation: str, x: jax.Array, kernel: Any) -> jax.Array:
   """Return a product with a kernel, under the name that DOTS keeps."""
   product = quantization.project(equation, x, kernel)
-  return ad_checkpoint.checkpoint_name(product, _PRODUCT)
+  return ad_checkpoint.checkpoint_name(product, remat_lib.PRODUCT)
 
 
 class Block(nnx.Module):
-  """One layer: a mixer and a feed-forward, each added to its input."""
+  """One layer: a mixer and a feed-forward, each added to its input.
 
-  def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
+  Args:
+    layer: its index, which decides on its mixer.
+  """
+
+  def __init__(
+    self, config: configs.ModelConfig, *, rngs: nnx.Rngs, layer: int = 0
+  ):
     c = config
     d, n, k, h = c.model_dim, c.num_heads, c.num_kv_heads, c.head_dim
     self.config = c
+    self.is_delta = bool(c.is_delta) and c.is_delta[layer]
     # What a norm multiplies by at first, whether it is w or 1 + w, is 1.
     one = 0.0 if c.has_centred_norms else 1.0
     for name in configs.NORMS[c.norms]:
       setattr(self, name, _constant(one, (d,), (None,)))
     for name, projection in c.projections.items():
+      if layer not in c.layers_with(name):
+        continue
       shape, first = c.kernel_shapes[name], len(projection.groups)
       fan_in = math.prod(shape[first : first + len(projection.inputs)])
-      setattr(self, name, _param(rngs, shape, projection.axes, fan_in=fan_in))
+      axes = projection.logical_axes
+      setattr(self, name, _param(rngs, shape, axes, fan_in=fan_in))
     if c.experts is not None:
       shape = d, c.experts.num_experts
       self.router = _param(rngs, shape, ("embed", None), fan_in=d)
-    if c.has_qkv_bias:
+    if self.is_delta:
+      self._add_delta(c.delta, rngs)
+    elif c.has_qkv_bias:
       self.query_bias = _constant(0.0, (n, h), ("heads", "head"))
       self.key_bias = _constant(0.0, (k, h), ("kv_heads", "head"))
       self.value_bias = _constant(0.0, (k, h), ("kv_heads", "head"))
-    if c.has_qk_norm or c.has_wide_qk_norm:
+    if not self.is_delta and (c.has_qk_norm or c.has_wide_qk_norm):
       of_query, of_key = c.qk_norm_shapes
       axes = ("heads", "head"), ("kv_heads", "head")
       axes = axes if c.has_wide_qk_norm else ((None,), (None,))
@@ -172,7 +158,25 @@ class Block(nnx.Module):
     # Drawn last, so that the base is the same with and without adapters.
     if c.lora is not None:
       for module in c.lora.modules:
-        self._add_adapter(c.lora, module, rngs)
+        if layer in c.layers_with(module):
+          self._add_adapter(c.lora, module, rngs)
+
+  def _add_delta(
+    self, delta: configs.GatedDelta | None, rngs: nnx.Rngs
+  ) -> None:
+    """Add the parameters of the gated delta rule that are no projections."""
+    assert delta is not None
+    for name, shape in delta.leaf_shapes.items():
+      if name == "delta_log_decay":  # as in transformers
+        drawn = jax.random.uniform(rngs.params(), shape, jnp.float32, 0.01, 16)
+        param = nnx.Param(jnp.log(drawn), logical_axes=("heads",))
+      elif len(shape) == 1:
+        axis = "heads" if name == "delta_decay_bias" else None
+        param = _constant(1.0, shape, (axis,))
+      else:
+        axes = ("heads", "head", None)
+        param = _param(rngs, shape, axes, fan_in=shape[-1])
+      setattr(self, name, param)
 
   def _add_adapter(
     self, lora: configs.Lora, module: str, rngs: nnx.Rngs
@@ -259,7 +263,13 @@ class Block(nnx.Module):
     )
     has_norms = c.has_qk_norm or c.has_wide_qk_norm
     norms = (self.query_norm, self.key_norm) if has_norms else (None, None)
-    query = self._heads("query", h, rows, biases[0], norms[0])
+    gate = None
+    if c.has_gated_attention:
+      both = self._heads("query", h, rows, None, None)
+      query, gate = jnp.split(both, 2, axis=-1)
+      query = query if norms[0] is None else self._normed(query, norms[0][...])
+    else:
+      query = self._heads("query", h, rows, biases[0], norms[0])
     key = self._heads("key", h, rows, biases[1], norms[1])
     value = self._heads("value", h, rows, biases[2], None)
     # Attention divides by sqrt(H), whatever the scale of the model is.
@@ -271,7 +281,55 @@ class Block(nnx.Module):
       rotary.rotated(key, *factors),
       value,
     )
+    if gate is not None:
+      mixed = mixed * jax.nn.sigmoid(gate)
     return self._product("output", "...nh,nhd->...d", mixed, rows), kept
+
+  def _recurred(
+    self,
+    h: Float[Array, "*B D"],
+    layer: Any,
+    recur: Recur,
+    rows: Int[Array, "R"] | None,
+  ) -> tuple[Float[Array, "*B D"], Any]:
+    """Return what the gated delta rule adds, and what `recur` kept.
+
+    With the log decay -exp(w) softplus(x a + bias) and the rate sigmoid(x b).
+    What the rule gives is normed in each head, and multiplied by silu of a
+    gate.
+    """
+    c = self.config
+
+    def product(name: str, axes: str) -> jax.Array:
+      return self._product(name, f"...d,d{axes}->...{axes}", h, rows)
+
+    def leaf(name: str) -> jax.Array:
+      return getattr(self, f"delta_{name}")[...]
+
+    def of_heads(name: str) -> jax.Array:
+      shape = (1,) * (h.ndim - 1) + (-1,)
+      return leaf(name).astype(jnp.float32).reshape(shape)
+
+    decay = product("delta_decay", "n").astype(jnp.float32)
+    decay = jax.nn.softplus(decay + of_heads("decay_bias"))
+    inputs = gated_delta.Inputs(
+      query=product("delta_query", "nh"),
+      key=product("delta_key", "nh"),
+      value=product("delta_value", "nh"),
+      log_decay=-jnp.exp(of_heads("log_decay")) * decay,
+      rate=jax.nn.sigmoid(product("delta_rate", "n").astype(jnp.float32)),
+    )
+    filters = gated_delta.Filters(
+      query=leaf("query_filter"),
+      key=leaf("key_filter"),
+      value=leaf("value_filter"),
+    )
+    mixed, kept = recur(layer, inputs, filters, _ACTIVATIONS[c.activation])
+    mixed = ad_checkpoint.checkpoint_name(mixed, reference.MIXED)
+    gate = product("delta_gate", "nh").astype(jnp.float32)
+    mixed = rms_norm(mixed, leaf("norm"), c.norm_eps)
+    mixed = (mixed.astype(jnp.float32) * jax.nn.silu(gate)).astype(h.dtype)
+    return self._product("delta_output", "...nh,nhd->...d", mixed, rows), kept
 
   def _fed_forward(
     self,
@@ -285,7 +343,12 @@ class Block(nnx.Module):
       names = "router", *configs.EXPERT_KERNELS
       kernels = {name: getattr(self, name).get_value() for name in names}
       return experts_lib.applied(
-        self.config.experts, kernels, h, activation, _PRODUCT, placement
+        self.config.experts,
+        kernels,
+        h,
+        activation,
+        remat_lib.PRODUCT,
+        placement,
       )
     gate = activation(self._product("gate", "...d,df->...f", h, rows))
     up = self._product("up", "...d,df->...f", h, rows)
@@ -298,18 +361,51 @@ class Block(nnx.Module):
     layer: Any,
     attend: Attend,
     rows: Int[Array, "R"] | None = None,
+    recur: Recur | None = None,
     placement: experts_lib.Placement | None = None,
   ) -> tuple[Float[Array, "*B D"], Any]:
     kept: Any = None
 
     def mix(h: jax.Array) -> jax.Array:
       nonlocal kept
-      mixed, kept = self._mixed(h, factors, layer, attend, rows)
+      if self.is_delta:
+        assert recur is not None
+        mixed, kept = self._recurred(h, layer, recur, rows)
+      else:
+        mixed, kept = self._mixed(h, factors, layer, attend, rows)
       return mixed
 
     x = self._around("attention", x, mix)
     x = self._around("mlp", x, lambda h: self._fed_forward(h, rows, placement))
     return x, kept
+
+
+def _stacked(c: configs.ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+  """Return all layers as one module whose parameters are stacked.
+
+  A parameter that not all layers have is stacked over those that have it.
+  """
+  if not c.is_delta:
+    stack = nnx.vmap(lambda r: Block(c, rngs=r))
+    return stack(rngs.split(c.num_layers))
+  found: dict[str, list[Any]] = {}
+  for layer in range(c.num_layers):
+    for name, param in nnx.state(Block(c, rngs=rngs, layer=layer)).items():
+      found.setdefault(name, []).append(param)
+  layers = nnx.Module()
+  for name, params in found.items():
+    stacked = jnp.stack([param[...] for param in params])
+    axes = params[0].get_metadata()["logical_axes"]
+    setattr(layers, name, nnx.Param(stacked, logical_axes=axes))
+  return layers
+
+
+@functools.lru_cache(maxsize=64)
+def _abstract_block(config: configs.ModelConfig, layer: int) -> tuple[Any, Any]:
+  """Return the graph and the state of a layer of shapes without values."""
+  return nnx.split(
+    nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), layer=layer))
+  )
 
 
 class Decoder(nnx.Module):
@@ -341,10 +437,9 @@ class Decoder(nnx.Module):
       rngs, (c.vocab_size, c.model_dim), ("vocab", "embed"), fan_in=c.model_dim
     )
     if is_stacked:
-      stack = nnx.vmap(lambda r: Block(c, rngs=r))
-      self.layers = stack(rngs.split(c.num_layers))
+      self.layers = _stacked(c, rngs)
     else:
-      blocks = [Block(c, rngs=rngs) for _ in range(c.num_layers)]
+      blocks = [Block(c, rngs=rngs, layer=i) for i in range(c.num_layers)]
       self.layers: Any = nnx.List(blocks)
     one = 0.0 if c.has_centred_norms else 1.0
     self.final_norm = _constant(one, (c.model_dim,), (None,))
@@ -399,6 +494,7 @@ class Decoder(nnx.Module):
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
     rows: Int[Array, "R"] | None = None,
     per_layer: Any = None,
+    recur: Recur | None = None,
     placement: experts_lib.Placement | None = None,
   ) -> tuple[Float[Array, "*B D"], Any]:
     """Return the normed hidden states, and what `attend` kept of each layer.
@@ -411,11 +507,17 @@ class Decoder(nnx.Module):
       rows: the adapter of each row, if the model holds a stack of adapters.
       per_layer: arrays with a value for each layer, which `attend` gets instead
         of the layer's index. Only for stacked layers.
+      recur: the gated delta rule, if the model has it.
       placement: of the states, for experts on a mesh.
     """
     ropes, kinds = rotary.kinds(self.config)
     factors = [rotary.factors(self.config, rope, positions) for rope in ropes]
-    if self.is_stacked:
+    if self.is_stacked and self.config.is_delta:
+      assert per_layer is None and len(factors) == 1
+      x, kept = self._periods(
+        x, factors[0], attend, constrain, rows, recur, placement
+      )
+    elif self.is_stacked:
       block_def, stacked = nnx.split(self.layers)
       is_same = len(factors) == 1
       all_factors = is_same or jax.tree.map(lambda *x: jnp.stack(x), *factors)
@@ -423,11 +525,11 @@ class Decoder(nnx.Module):
       def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
         layer_params, layer_values, kind = layer
         block = nnx.merge(block_def, layer_params)
-        x = ad_checkpoint.checkpoint_name(x, _LAYER_INPUT)
+        x = ad_checkpoint.checkpoint_name(x, remat_lib.LAYER_INPUT)
         own = factors[0]
         if not is_same:
           own = jax.tree.map(lambda x: x[kind], all_factors)
-        x, kept = block(x, own, layer_values, attend, rows, placement)
+        x, kept = block(x, own, layer_values, attend, rows, None, placement)
         return constrain(x), kept
 
       body: Any = step
@@ -435,7 +537,7 @@ class Decoder(nnx.Module):
         # The scan already separates the two passes, so the barriers that
         # prevent common subexpressions from being merged are not needed.
         body = jax.checkpoint(
-          step, policy=POLICIES[self.remat], prevent_cse=False
+          step, policy=remat_lib.POLICIES[self.remat], prevent_cse=False
         )
       of_layers = None if is_same else jnp.array(kinds, jnp.int32)
       x, kept = jax.lax.scan(body, x, (stacked, per_layer, of_layers))
@@ -443,7 +545,7 @@ class Decoder(nnx.Module):
       kept = []
       for layer, block in enumerate(self.layers):
         x, kept_here = block(
-          x, factors[kinds[layer]], layer, attend, rows, placement
+          x, factors[kinds[layer]], layer, attend, rows, recur, placement
         )
         x = constrain(x)
         kept.append(kept_here)
@@ -452,6 +554,51 @@ class Decoder(nnx.Module):
       x, self.final_norm[...], c.norm_eps, is_centred=c.has_centred_norms
     )
     return x, kept
+
+  def _periods(
+    self,
+    x: jax.Array,
+    factors: rotary.Factors,
+    attend: Attend,
+    constrain: Callable[[jax.Array], jax.Array],
+    rows: jax.Array | None,
+    recur: Recur | None,
+    placement: experts_lib.Placement | None,
+  ) -> tuple[jax.Array, Any]:
+    """Scan stacked layers of two kinds, a period of them at a time."""
+    c = self.config
+    period = c.period
+    num_periods = c.num_layers // period
+    stacked = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
+    apart = jax.tree.map(
+      lambda leaf: leaf.reshape(num_periods, -1, *leaf.shape[1:]), stacked
+    )
+
+    def body(x: jax.Array, own: Any) -> tuple[jax.Array, Any]:
+      kept = []
+      for layer in range(period):
+
+        def one(x: jax.Array, params: Any, layer: int = layer):
+          graph, shapes = _abstract_block(c, layer)
+          state = jax.tree.map(lambda x: x, shapes)
+          nnx.replace_by_pure_dict(state, params)
+          block = nnx.merge(graph, state)
+          x = ad_checkpoint.checkpoint_name(x, remat_lib.LAYER_INPUT)
+          x, kept = block(x, factors, layer, attend, rows, recur, placement)
+          return constrain(x), kept
+
+        params = {}
+        for name, leaf in own.items():
+          if layer in (having := c.layers_with(name)):
+            at = having.index(layer)
+            params[name] = jax.tree.map(lambda x, at=at: x[at], leaf)
+        if self.remat is not sections.Remat.NONE:
+          one = jax.checkpoint(one, policy=remat_lib.POLICIES[self.remat])
+        x, kept_here = one(x, params)
+        kept.append(kept_here)
+      return x, kept
+
+    return jax.lax.scan(body, x, apart)
 
 
 # Logical axes of activations that are split; in decoding there is no "tokens".
@@ -485,7 +632,10 @@ def logical_axes(config: configs.ModelConfig, *, is_stacked: bool) -> Params:
   if is_stacked:
     tree["layers"] = {k: ("layers", *x) for k, x in tree["layers"].items()}
   else:
-    tree["layers"] = [dict(tree["layers"]) for _ in range(config.num_layers)]
+    tree["layers"] = [
+      {k: x for k, x in tree["layers"].items() if i in config.layers_with(k)}
+      for i in range(config.num_layers)
+    ]
   return tree
 
 
@@ -520,10 +670,24 @@ def init_params(config: configs.ModelConfig, key: jax.Array) -> Params:
   return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def unstack(params: Params, num_layers: int) -> Params:
-  """Return the engine's tree, whose `layers` is a list, from the trainer's."""
-  layers = [
-    jax.tree.map(lambda x, i=i: x[i], params["layers"])
-    for i in range(num_layers)
-  ]
+def unstack(
+  params: Params, num_layers: int, model: configs.ModelConfig | None = None
+) -> Params:
+  """Return the engine's tree, whose `layers` is a list, from the trainer's.
+
+  Args:
+    params: the trainer's tree.
+    num_layers: of the model.
+    model: the architecture, which is needed if layers have different mixers.
+  """
+  stacked = params["layers"]
+  if model is None or not model.is_delta:
+    layers = [
+      jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(num_layers)
+    ]
+    return {**params, "layers": layers}
+  layers = [{} for _ in range(num_layers)]
+  for name, leaf in stacked.items():
+    for i, layer in enumerate(model.layers_with(name)):
+      layers[layer][name] = jax.tree.map(lambda x, i=i: x[i], leaf)
   return {**params, "layers": layers}

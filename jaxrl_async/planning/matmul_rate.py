@@ -39,8 +39,10 @@ def model_flops(
   6 per token and parameter that it uses, without an embedding that is only
   looked up, plus 12 per layer, head, element of a head, and pair of tokens of
   which one sees the other. Tokens outside of a layer's sliding window are not
-  seen. Activations that are computed twice count once. A base under LoRA's
-  adapters has no gradient of its own, so its parameters count 4.
+  seen. A layer with the gated delta rule looks at no pairs, and counts 18 per
+  token and element of its state. Activations that are computed twice count
+  once. A base under LoRA's adapters has no gradient of its own, so its
+  parameters count 4.
 
   Args:
     model: the architecture.
@@ -50,15 +52,22 @@ def model_flops(
   is_product = model.has_tied_head and not model.has_scalar_head
   tables = 0 if is_product else model.vocab_size * model.model_dim
   products = (model.num_active_params - tables) * lengths.sum()
-  pairs = 0
-  for window in model.windows_within(int(lengths.max(initial=0))):
+  pairs = updates = 0
+  if model.delta is not None:
+    wide, _ = model.delta.state_sizes
+    updates = sum(model.is_delta) * wide * lengths.sum()
+  windows = model.windows_within(int(lengths.max(initial=0)))
+  for layer in model.layers_with("query"):
+    window = windows[layer]
     seen = lengths if window is None else np.minimum(lengths, window)
     # The first tokens see all before them, and the others a whole window.
     pairs += (seen * (seen + 1) // 2 + (lengths - seen) * seen).sum()
   heads = model.num_heads * model.head_dim
   per_parameter = 6 if model.lora is None else 4
   adapters = 6 * lora_lib.num_params(model) * lengths.sum()
-  return float(per_parameter * products + adapters + 12 * heads * pairs)
+  return float(
+    per_parameter * products + adapters + 12 * heads * pairs + 18 * updates
+  )
 
 
 def measured_matmul_flops(

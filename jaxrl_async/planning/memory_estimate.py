@@ -137,6 +137,10 @@ def _kept(
   width = model.model_dim
   query = model.num_heads * model.head_dim // parts("heads")
   key = model.num_kv_heads * model.head_dim // parts("kv_heads")
+  if model.has_gated_attention:
+    query = query * 3 // 2
+  if model.delta is not None:
+    query, key = _mean_widths(model, parts, query, key)
   mlp = model.mlp_dim // parts("mlp")
   rows = 0  # states of tokens in the order of their experts
   if model.experts is not None:
@@ -163,6 +167,28 @@ def _kept(
       is_capped = model.attention_soft_cap is not None
       scores = num_scores * (4 + 4 * is_capped + itemsize)
       return 4 * norms + itemsize * inputs + scores
+
+
+def _mean_widths(
+  model: configs.ModelConfig,
+  parts: Callable[[str], int],
+  query: int,
+  key: int,
+) -> tuple[int, int]:
+  """Return the widths of queries and keys, in the mean over both mixers.
+
+  The gated delta rule has a value, a gate and a result for each element of its
+  value heads. The matrices of its chunks are as wide as three values.
+  """
+  delta = model.delta
+  assert delta is not None
+  values = delta.num_value_heads * delta.value_dim // parts("heads")
+  keys = delta.num_key_heads * delta.key_dim // parts("heads")
+  share = sum(model.is_delta) / model.num_layers
+  return (
+    int((1 - share) * query + share * 3 * values),
+    int((1 - share) * key + share * keys),
+  )
 
 
 def training(
@@ -291,6 +317,8 @@ def rollout(
   if model.experts is not None:
     split *= parts("experts")
   cache //= slots * parts("kv_heads")
+  state = model.state_bytes(itemsize=cached) // parts("heads")
+  cache += section.num_slots * state // parts("batch")
   return {
     # While a new version is being adopted, the previous one is still in use.
     "weights": 2 * published // split,
@@ -298,7 +326,8 @@ def rollout(
     "cache": cache,
     "prefill": rows * bucket * kept,
     "prefilled": model.cache_bytes(tokens=rows * bucket, itemsize=cached)
-    // parts("kv_heads"),
+    // parts("kv_heads")
+    + rows * state,
   }
 
 

@@ -18,14 +18,16 @@ def published_params(
   num_layers: int,
   dtype: str,
   weights: sections.WeightFormat,
+  model: configs.ModelConfig | None = None,
 ) -> transformer.Params:
   """Return the weights for the engines, with layers unstacked and cast.
 
   The parameters may be those of a base or of its adapters alone. The matrices
   are quantised if `weights` says so. Call this function in a jit: its outputs
-  are then new buffers, so that the trainer can donate its own.
+  are then new buffers, so that the trainer can donate its own. `model` is as in
+  `transformer.unstack`.
   """
-  unstacked = transformer.unstack(params, num_layers)
+  unstacked = transformer.unstack(params, num_layers, model)
   return quantization.quantize(unstacked, weights, dtype)
 
 
@@ -50,6 +52,7 @@ def make_publish(
       num_layers=model.num_layers,
       dtype=dtype,
       weights=weights,
+      model=model,
     ),
     out_shardings=mesh_lib.shardings(
       layout.mesh, layout.rules, part(quantization.logical_axes(axes, weights))

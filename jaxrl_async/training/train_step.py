@@ -20,6 +20,7 @@ from jaxrl_async.config import sections
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.models import configs
 from jaxrl_async.models import experts as experts_lib
+from jaxrl_async.models import gated_delta
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.models import quantization
 from jaxrl_async.models import transformer
@@ -215,12 +216,16 @@ def final_hidden(
     settings.model.windows_within(length),
     settings.model.attention_soft_cap,
   )
+  ages = jnp.arange(length, dtype=jnp.int32)[None] - start
   hidden, _ = model.hidden(
     _embedded(settings, model, batch.tokens),
     batch.positions,
     attend,
     lambda x: settings.constrain(x, "batch", "tokens", None),
     per_layer=windows,
+    recur=lambda _, inputs, filters, activation: gated_delta.over_rows(
+      inputs, filters, activation, ages
+    ),
     placement=None
     if settings.layout is None
     else experts_lib.Placement(settings.layout, ("batch", "tokens")),
