@@ -7,205 +7,39 @@ the code that it is about: the staleness bound by the buffer, the objective by
 the loss, memory by the estimate. Colours and text have contrast on a white page
 and on a dark one, so one file serves both.
 
-The files are written here and not by matplotlib, whose bytes change with its
-version, so tests/test_pictures.py can compare them with the committed ones.
+tests/test_pictures.py compares the files with the committed ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import html
+import operator
 import pathlib
+import runpy
 
 from absl import app
+import hardware_table
 import jax.numpy as jnp
 import numpy as np
+import svg
 
 from jaxrl_async import types
 from jaxrl_async.algorithms import losses
 from jaxrl_async.buffer import buffer as buffer_lib
+from jaxrl_async.config import mesh_shape
 from jaxrl_async.config import sections
+from jaxrl_async.devices import tpu_chips
+from jaxrl_async.models import configs
+from jaxrl_async.models import lora as lora_lib
+from jaxrl_async.planning import memory_estimate
+from jaxrl_async.training import packing
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DIRECTORY = ROOT / "docs/pictures"
 
-# Each has a contrast of 4.4 with white text on it, of 3.5 with a dark page.
-BLUE, RED, VIOLET = "#2a7f9e", "#c2533b", "#7d68bf"
-GREEN, AMBER, GREY = "#47833e", "#9c6d1a", "#737983"
-TEXT = "#7a8089"  # as far from white as from a dark page, 4.0
-WHITE = "#ffffff"
-_FONT = "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif"
 
-Point = tuple[float, float]
-
-
-def _number(x: float) -> str:
-  """Return a length with at most one decimal."""
-  return f"{x:.1f}".removesuffix(".0")
-
-
-@dataclasses.dataclass
-class Picture:
-  """An SVG file that is being drawn; lengths are in pixels.
-
-  Attributes:
-    width: of the picture.
-    height: of the picture.
-    title: its name, for readers that do not see it.
-    description: what it shows, in a sentence or two.
-    elements: what was drawn, in its order.
-  """
-
-  width: int
-  height: int
-  title: str
-  description: str
-  elements: list[str] = dataclasses.field(default_factory=list)
-
-  def _add(self, name: str, content: str = "", **attributes: object) -> None:
-    values = "".join(
-      f' {key.rstrip("_").replace("_", "-")}="'
-      f'{_number(x) if isinstance(x, int | float) else html.escape(str(x))}"'
-      for key, x in attributes.items()
-      if x not in (None, "")
-    )
-    end = f">{content}</{name}>" if content else "/>"
-    self.elements.append(f"<{name}{values}{end}")
-
-  def box(
-    self,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    color: str,
-    *,
-    is_filled: bool = True,
-    opacity: float | None = None,
-    dash: str = "",
-    radius: float = 6,
-  ) -> None:
-    """Draw a rectangle with round corners, filled or as an outline."""
-    self._add(
-      "rect",
-      x=x,
-      y=y,
-      width=width,
-      height=height,
-      rx=radius,
-      fill=color if is_filled else "none",
-      fill_opacity=None if opacity is None else f"{opacity:g}",
-      stroke=None if is_filled else color,
-      stroke_width=None if is_filled else 1.5,
-      stroke_dasharray=dash,
-    )
-
-  def text(
-    self,
-    x: float,
-    y: float,
-    words: str,
-    *,
-    size: float = 13,
-    color: str = TEXT,
-    anchor: str = "middle",
-    is_bold: bool = False,
-    is_mono: bool = False,
-  ) -> None:
-    """Write one line; y is the base line."""
-    self._add(
-      "text",
-      html.escape(words, quote=False),
-      x=x,
-      y=y,
-      font_size=size,
-      fill=color,
-      text_anchor=None if anchor == "start" else anchor,
-      font_weight=600 if is_bold else None,
-      font_family="ui-monospace,Menlo,Consolas,monospace" if is_mono else None,
-    )
-
-  def line(
-    self,
-    points: Sequence[Point],
-    color: str = GREY,
-    *,
-    width: float = 1.5,
-    dash: str = "",
-    has_arrow: bool = False,
-  ) -> None:
-    """Draw a line through points, with the head of an arrow at its end."""
-    points = list(points)
-    if has_arrow:
-      (x0, y0), (x1, y1) = points[-2:]
-      length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
-      dx, dy = (x1 - x0) / length, (y1 - y0) / length
-      base = x1 - 8 * dx, y1 - 8 * dy
-      corners = (
-        (x1, y1),
-        (base[0] - 4 * dy, base[1] + 4 * dx),
-        (base[0] + 4 * dy, base[1] - 4 * dx),
-      )
-      self._add("polygon", points=_points(corners), fill=color)
-      points[-1] = base
-    self._add(
-      "polyline",
-      points=_points(points),
-      fill="none",
-      stroke=color,
-      stroke_width=width,
-      stroke_dasharray=dash,
-    )
-
-  def dot(self, x: float, y: float, radius: float, color: str) -> None:
-    """Draw a filled circle."""
-    self._add("circle", cx=x, cy=y, r=radius, fill=color)
-
-  def named_box(
-    self,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    color: str,
-    name: str,
-    *lines: str,
-  ) -> None:
-    """Draw a filled box with its name and further lines in the middle."""
-    self.box(x, y, width, height, color)
-    middle = x + width / 2
-    first = y + height / 2 + 5 - 8 * len(lines)
-    self.text(middle, first, name, size=14, color=WHITE, is_bold=True)
-    for i, line in enumerate(lines, 1):
-      self.text(middle, first + 16 * i, line, size=12, color=WHITE)
-
-  def legend(
-    self, x: float, y: float, entries: Sequence[tuple[str, str, float]]
-  ) -> None:
-    """Write names behind squares of their colour, each with a width."""
-    for color, name, width in entries:
-      self.box(x, y - 10, 12, 12, color, radius=2)
-      self.text(x + 18, y, name, size=12.5, anchor="start")
-      x += width
-
-  def svg(self) -> str:
-    """Return the file."""
-    head = (
-      f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{self.width}"'
-      f' height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
-      f' font-family="{_FONT}">'
-    )
-    title = f"<title>{html.escape(self.title, quote=False)}</title>"
-    words = f"<desc>{html.escape(self.description, quote=False)}</desc>"
-    return "\n".join([head, title, words, *self.elements, "</svg>"]) + "\n"
-
-
-def _points(points: Sequence[Point]) -> str:
-  return " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
-
-
-def architecture() -> Picture:
+def architecture() -> svg.Picture:
   """Return the parts of a run, coloured by the thread that runs them."""
-  picture = Picture(
+  picture = svg.Picture(
     860,
     444,
     "The parts of a run",
@@ -215,30 +49,30 @@ def architecture() -> Picture:
     " slice, whose weights go back to the engine. Colours are threads.",
   )
   for x, name in ((10, "rollout slice"), (664, "training slice")):
-    picture.box(x, 92, 186, 200, GREY, is_filled=False, dash="5 4")
+    picture.box(x, 92, 186, 200, svg.GREY, is_filled=False, dash="5 4")
     picture.text(x + 93, 114, name, is_bold=True)
-  picture.named_box(26, 132, 154, 84, BLUE, "engine", "continuous batching")
+  picture.named_box(26, 132, 154, 84, svg.BLUE, "engine", "continuous batching")
   for i, words in enumerate(
     ("each token keeps", "its logprob and", "its policy version")
   ):
     picture.text(103, 240 + 18 * i, words)
   trainer = "trainer", "proximal logprobs,", "updates"
-  picture.named_box(680, 132, 154, 84, RED, *trainer)
+  picture.named_box(680, 132, 154, 84, svg.RED, *trainer)
   picture.text(757, 240, "train step s makes")
   picture.text(757, 258, "version s + 1")
   coordinator = "coordinator", "episodes,", "admission"
-  picture.named_box(256, 132, 112, 84, BLUE, *coordinator)
-  picture.named_box(256, 24, 112, 44, AMBER, "prompts")
-  picture.named_box(256, 272, 112, 44, AMBER, "rewards")
-  picture.box(418, 100, 112, 148, GREY, is_filled=False)
+  picture.named_box(256, 132, 112, 84, svg.BLUE, *coordinator)
+  picture.named_box(256, 24, 112, 44, svg.AMBER, "prompts")
+  picture.named_box(256, 272, 112, 44, svg.AMBER, "rewards")
+  picture.box(418, 100, 112, 148, svg.GREY, is_filled=False)
   picture.text(474, 122, "buffer", size=14, is_bold=True)
   _buffer_cells(picture, 434, 136)
   picture.text(474, 66, "staleness bound:")
   picture.text(474, 84, "no group past its deadline")
-  picture.named_box(418, 286, 112, 44, GREY, "ledger")
+  picture.named_box(418, 286, 112, 44, svg.GREY, "ledger")
   loader = "loader", "advantages,", "packing"
-  picture.named_box(554, 132, 88, 84, GREEN, *loader)
-  picture.named_box(335, 364, 190, 40, VIOLET, "weight transfer")
+  picture.named_box(554, 132, 88, 84, svg.GREEN, *loader)
+  picture.named_box(335, 364, 190, 40, svg.VIOLET, "weight transfer")
   arrows = (
     (((256, 158), (181, 158)), "turns", (226, 150)),
     (((180, 190), (255, 190)), "tokens", (226, 206)),
@@ -255,37 +89,39 @@ def architecture() -> Picture:
     picture.line(points, has_arrow=True)
     if label:
       picture.text(*at, label, size=12.5)
-  picture.line([(757, 292), (757, 384), (526, 384)], VIOLET, has_arrow=True)
+  picture.line([(757, 292), (757, 384), (526, 384)], svg.VIOLET, has_arrow=True)
   picture.text(642, 376, "publish version s + 1", size=12.5)
-  picture.line([(335, 384), (103, 384), (103, 293)], VIOLET, has_arrow=True)
+  picture.line([(335, 384), (103, 384), (103, 293)], svg.VIOLET, has_arrow=True)
   picture.text(218, 376, "adopt between two calls", size=12.5)
   picture.text(10, 434, "threads:", size=12.5, anchor="start")
   picture.legend(
     78,
     434,
     [
-      (BLUE, "rollout worker", 140),
-      (GREEN, "batch loader", 126),
-      (RED, "main", 80),
-      (VIOLET, "weight-transfer", 146),
-      (AMBER, "processes of their own", 0),
+      (svg.BLUE, "rollout worker", 140),
+      (svg.GREEN, "batch loader", 126),
+      (svg.RED, "main", 80),
+      (svg.VIOLET, "weight-transfer", 146),
+      (svg.AMBER, "processes of their own", 0),
     ],
   )
   return picture
 
 
-def _buffer_cells(picture: Picture, x: float, y: float) -> None:
+def _buffer_cells(picture: svg.Picture, x: float, y: float) -> None:
   """Draw a buffer of two groups a step; some have finished, some still run."""
   finished = {(0, 0), (0, 1), (1, 0)}
   for column, step in enumerate(("s", "s+1", "s+2")):
     for row in range(2):
       at = x + 28 * column, y + 28 * row
       if (column, row) in finished:
-        picture.box(*at, 24, 24, BLUE, radius=3)
+        picture.box(*at, 24, 24, svg.BLUE, radius=3)
       elif column < 2:
-        picture.box(*at, 24, 24, BLUE, radius=3, opacity=0.35)
+        picture.box(*at, 24, 24, svg.BLUE, radius=3, opacity=0.35)
       else:
-        picture.box(*at, 24, 24, GREY, is_filled=False, radius=3, dash="3 3")
+        picture.box(
+          *at, 24, 24, svg.GREY, is_filled=False, radius=3, dash="3 3"
+        )
     picture.text(x + 28 * column + 12, y + 72, step, size=12)
   picture.text(x + 40, y + 96, "next train steps", size=11.5)
 
@@ -327,10 +163,10 @@ def admitted(
   return [(admission, steps.get(admission.index)) for admission in groups]
 
 
-def staleness_bound() -> Picture:
+def staleness_bound() -> svg.Picture:
   """Return the groups that are admitted under three bounds, and trained."""
   groups_per_step, num_steps, cell, row = 2, 5, 27, 17
-  picture = Picture(
+  picture = svg.Picture(
     760,
     344,
     "What the staleness bound admits",
@@ -357,21 +193,21 @@ def staleness_bound() -> Picture:
       top = y + row * i
       first = x + cell * admission.birth
       width = cell * (admission.deadline - admission.birth + 1) - 2
-      picture.box(first, top, width, row - 3, BLUE, opacity=0.4, radius=3)
+      picture.box(first, top, width, row - 3, svg.BLUE, opacity=0.4, radius=3)
       if trained is not None:
         at = x + cell * trained
-        picture.box(at, top, cell - 2, row - 3, RED, radius=3)
+        picture.box(at, top, cell - 2, row - 3, svg.RED, radius=3)
         middle, staleness = at + cell / 2 - 1, trained - admission.birth
-        picture.text(middle, top + 11, str(staleness), size=11, color=WHITE)
+        picture.text(middle, top + 11, str(staleness), size=11, color=svg.WHITE)
       label = "group 0" if i == bound == 0 else str(i)
       picture.text(x - 8, top + 11, label, size=11, anchor="end")
   picture.text(56, 56, "train step", size=11, anchor="end")
   picture.legend(
     64,
     334,
-    [(RED, "the train step, and the staleness of its tokens", 340)],
+    [(svg.RED, "the train step, and the staleness of its tokens", 340)],
   )
-  picture.box(404, 324, 12, 12, BLUE, opacity=0.4, radius=2)
+  picture.box(404, 324, 12, 12, svg.BLUE, opacity=0.4, radius=2)
   picture.text(422, 334, "from birth to deadline", size=12.5, anchor="start")
   return picture
 
@@ -392,11 +228,11 @@ def objective(
   return [float(value) for value in values[0]]
 
 
-def decoupled_ppo() -> Picture:
+def decoupled_ppo() -> svg.Picture:
   """Return three policies and the clip, and the objective by the ratio."""
   section = sections.AlgorithmSection()
   low, high = section.clip_low, section.clip_high
-  picture = Picture(
+  picture = svg.Picture(
     760,
     440,
     "Decoupled PPO",
@@ -411,17 +247,17 @@ def decoupled_ppo() -> Picture:
   return picture
 
 
-def _policies(picture: Picture, low: float, high: float) -> None:
+def _policies(picture: svg.Picture, low: float, high: float) -> None:
   """Draw three policies on a line, and the clip around the proximal one."""
   y, behavior, proximal, scale = 112, 120, 470, 450
   left, right = proximal - scale * low, proximal + scale * high
   current = proximal + scale * high * 0.6
-  picture.box(left, y - 22, right - left, 44, RED, opacity=0.25)
+  picture.box(left, y - 22, right - left, 44, svg.RED, opacity=0.25)
   picture.line([(30, y), (730, y)])
   for x, color, name, words in (
-    (behavior, BLUE, "behavior", "drew the token"),
-    (proximal, RED, "proximal", "before the train step"),
-    (current, VIOLET, "theta", "is being updated"),
+    (behavior, svg.BLUE, "behavior", "drew the token"),
+    (proximal, svg.RED, "proximal", "before the train step"),
+    (current, svg.VIOLET, "theta", "is being updated"),
   ):
     at = x + 90 if x == current else x
     picture.text(at, 24, name, is_bold=True, size=14, color=color)
@@ -429,13 +265,15 @@ def _policies(picture: Picture, low: float, high: float) -> None:
     picture.line([(at, 50), (x, y - 12)], color, width=1)
     picture.dot(x, y, 8, color)
   under = y + 44
-  picture.line([(behavior, under), (proximal, under)], BLUE, has_arrow=True)
+  picture.line([(behavior, under), (proximal, under)], svg.BLUE, has_arrow=True)
   picture.text(
     (behavior + proximal) / 2,
     under + 18,
     "w = pi_prox / pi_behav, without gradient",
   )
-  picture.line([(proximal, under), (current, under)], VIOLET, has_arrow=True)
+  picture.line(
+    [(proximal, under), (current, under)], svg.VIOLET, has_arrow=True
+  )
   picture.text(
     proximal + 20, under + 18, "r = pi_theta / pi_prox", anchor="start"
   )
@@ -443,12 +281,12 @@ def _policies(picture: Picture, low: float, high: float) -> None:
     right + 10,
     y + 18,
     f"clip: {1 - low:g} to {1 + high:g}",
-    color=RED,
+    color=svg.RED,
     anchor="start",
   )
 
 
-def _objectives(picture: Picture, low: float, high: float) -> None:
+def _objectives(picture: svg.Picture, low: float, high: float) -> None:
   """Draw the objective by the ratio, for both signs of the advantage."""
   ratios = [0.4 + 0.05 * i for i in range(25)]
   scale_x, scale_y, top, height = 220, 88, 240, 150
@@ -457,35 +295,233 @@ def _objectives(picture: Picture, low: float, high: float) -> None:
 
     def place(
       ratio: float, value: float, x: float = x, axis: float = axis
-    ) -> Point:
+    ) -> svg.Point:
       return x + scale_x * (ratio - 0.4), axis - scale_y * value
 
     (left, _), (right, _) = place(1 - low, 0), place(1 + high, 0)
-    picture.box(left, top, right - left, height, RED, opacity=0.25)
+    picture.box(left, top, right - left, height, svg.RED, opacity=0.25)
     picture.line([(x, top), (x, top + height)], width=1)
     picture.line([(x, axis), (x + scale_x * 1.25, axis)], width=1)
     straight = [place(r, r * advantage) for r in (ratios[0], ratios[-1])]
-    picture.line(straight, GREY, dash="4 4", width=1.2)
+    picture.line(straight, svg.GREY, dash="4 4", width=1.2)
     values = objective(ratios, advantage, low, high)
     points = [place(*pair) for pair in zip(ratios, values, strict=True)]
-    picture.line(points, VIOLET, width=2.5)
+    picture.line(points, svg.VIOLET, width=2.5)
     for ratio in (1 - low, 1.0, 1 + high):
       at, _ = place(ratio, 0)
       picture.text(at, top + height + 18, f"{ratio:g}", size=12)
     sign = ">" if advantage > 0 else "<"
     picture.text(x, top - 10, f"A {sign} 0", is_bold=True, anchor="start")
     picture.text(x + 280, top + height + 18, "r", is_bold=True)
-  picture.line([(60, 430), (90, 430)], VIOLET, width=2.5)
+  picture.line([(60, 430), (90, 430)], svg.VIOLET, width=2.5)
   words = f"min(r A, clip(r, {1 - low:g}, {1 + high:g}) A)"
   picture.text(98, 435, words, anchor="start")
-  picture.line([(430, 430), (460, 430)], GREY, dash="4 4", width=1.2)
+  picture.line([(430, 430), (460, 430)], svg.GREY, dash="4 4", width=1.2)
   picture.text(468, 435, "r A", anchor="start")
 
 
-PICTURES: dict[str, Callable[[], Picture]] = {
+# The levers of docs/how-to/out-of-memory.md, each alone, on configs/gsm8k.py.
+LEVERS: tuple[dict[str, object], ...] = (
+  {},
+  {"train.rows_per_microbatch": 1},
+  {"train.optimizer.state_dtype": "bfloat16"},
+  {"train.optimizer.offload": True},
+  {"mesh.train_fsdp": 4},
+  {"model.lora.rank": 16},
+)
+_MEMORY_CONFIG = "configs/gsm8k.py:1.5b"
+
+
+def training_memory(lever: Mapping[str, object]) -> memory_estimate.Estimate:
+  """Return the estimate for a device that trains in `_MEMORY_CONFIG`.
+
+  Args:
+    lever: settings to change, by name.
+  """
+  file, variant = _MEMORY_CONFIG.split(":")
+  run = runpy.run_path(str(ROOT / file))["get_config"](variant)
+  model = configs.MODELS["qwen2-1.5b"]
+  for name, value in lever.items():
+    section, _, field = name.rpartition(".")
+    setattr(operator.attrgetter(section)(run), field, value)
+  if rank := run.model.lora.rank:
+    modules = hardware_table.MODULES
+    lora = configs.Lora(rank=rank, alpha=2.0 * rank, modules=modules)
+    model = dataclasses.replace(model, lora=lora)
+  algorithm, rollout, train = run.algorithm, run.rollout, run.train
+  trajectories = algorithm.group_size * algorithm.groups_per_step
+  num_microbatches = packing.expected_microbatches(
+    trajectories // algorithm.num_minibatches,
+    max_tokens=rollout.max_prompt_tokens + rollout.max_completion_tokens,
+    tokens_per_row=train.tokens_per_row,
+    rows_per_microbatch=train.rows_per_microbatch,
+  )
+  rows = num_microbatches * train.rows_per_microbatch
+  trained = lora_lib.num_params(model) or model.num_params
+  frozen = 2 * model.num_params if model.lora else 0
+  moments = memory_estimate.BYTES[train.optimizer.state_dtype] + 4
+  devices = run.mesh.train_fsdp
+  return memory_estimate.training(
+    model,
+    mesh_shape.MeshShape(fsdp=devices),
+    run.mesh.train_rules,
+    train,
+    run.model,
+    policy=memory_estimate.ModelBytes(
+      trainable=4 * trained // devices,
+      frozen=frozen // devices,
+      optimizer=0 if train.optimizer.offload else moments * trained // devices,
+    ),
+    tokens_per_step=rows * algorithm.num_minibatches * train.tokens_per_row,
+  )
+
+
+def memory() -> svg.Picture:
+  """Return the memory of a device that trains, a bar for each lever."""
+  estimates = [training_memory(lever) for lever in LEVERS]
+  picture = svg.Picture(
+    760,
+    230,
+    "Memory of a device that trains",
+    f"The estimate for {_MEMORY_CONFIG} in GiB, stacked from weights, moments,"
+    " gradients, activations and the largest temporary arrays: as it is, and"
+    " with one setting changed. Offloading the moments saves a third, and"
+    " four devices or LoRA save three quarters.",
+  )
+  colors = {
+    "weights": svg.BLUE,
+    "optimizer": svg.RED,
+    "gradients": svg.AMBER,
+    "activations": svg.GREEN,
+    "layer": svg.VIOLET,
+    "logits": svg.VIOLET,
+  }
+  left, scale = 276, 400 / max(x.total for x in estimates)
+  for i, (lever, estimate) in enumerate(zip(LEVERS, estimates, strict=True)):
+    y, x = 12 + 30 * i, float(left)
+    words = _MEMORY_CONFIG
+    for name, value in lever.items():
+      words = f"{name}={value}"
+    picture.text(264, y + 15, words, size=12, anchor="end", is_mono=True)
+    for part, color in colors.items():
+      width = scale * estimate.parts.get(part, 0)
+      if width >= 1:
+        picture.box(x, y, width - 1, 22, color, radius=1)
+      x += width
+    total = f"{estimate.total / 2**30:.1f} GiB"
+    picture.text(x + 6, y + 16, total, anchor="start", is_bold=True)
+  picture.legend(
+    120,
+    216,
+    [
+      (svg.BLUE, "weights", 88),
+      (svg.RED, "moments", 96),
+      (svg.AMBER, "gradients", 102),
+      (svg.GREEN, "activations", 112),
+      (svg.VIOLET, "one layer, or logits", 0),
+    ],
+  )
+  return picture
+
+
+def hardware() -> svg.Picture:
+  """Return which devices train and which generate, on five machines."""
+  picture = svg.Picture(
+    760,
+    370,
+    "Who runs where",
+    "One GPU trains and generates in turn. Of eight GPUs or the eight chips of"
+    " one TPU host, half train and half generate in one process. On a slice of"
+    " four hosts, host 0 trains and each other host is a replica. With several"
+    " slices, slice 0 trains and each other slice is a replica.",
+  )
+  table, chips = hardware_table.HARDWARE, tpu_chips.num_chips("v5e:4x4")
+  four_hosts = [_CHIPS_OF_A_HOST] * (chips // _CHIPS_OF_A_HOST)
+  for i, (name, words, slices, num_train) in enumerate(
+    (
+      ("one GPU", "trains and generates", [[1]], 0),
+      ("8 GPUs", "one process", [[8]], table["8 x 80 GB"].train),
+      ("v5e-8", "one host, one process", [[8]], table["v5e-8"].train),
+      (
+        "v5e-16",
+        "host 0 trains, others are replicas",
+        [four_hosts],
+        table["v5e-16"].train,
+      ),
+      (
+        "two v5e-16, or more",
+        "slice 0 trains, others are replicas",
+        [four_hosts] * 2,
+        table["2 x v5e-16"].train,
+      ),
+    )
+  ):
+    y = 10 + 66 * i
+    picture.text(14, y + 22, name, size=14, anchor="start", is_bold=True)
+    picture.text(14, y + 40, words, anchor="start")
+    _draw_slices(picture, 286, y, slices, num_train)
+  picture.text(704, 304, "…", size=18, is_bold=True)
+  picture.legend(
+    14,
+    358,
+    [(svg.RED, "trains", 90), (svg.BLUE, "generates", 120)],
+  )
+  picture.box(224, 348, 12, 12, svg.GREY, is_filled=False, radius=2)
+  picture.text(242, 358, "a host", size=12.5, anchor="start")
+  picture.box(314, 348, 12, 12, svg.GREY, is_filled=False, dash="3 2", radius=2)
+  picture.text(332, 358, "a slice of a TPU", size=12.5, anchor="start")
+  return picture
+
+
+_CHIPS_OF_A_HOST = 4
+
+
+def _draw_slices(
+  picture: svg.Picture,
+  x: float,
+  y: float,
+  slices: Sequence[Sequence[int]],
+  num_train: int,
+) -> None:
+  """Draw the devices of each host of each slice in two rows.
+
+  Args:
+    slices: for each slice the devices of its hosts.
+    num_train: devices that train; the first ones. With 0 a device does both.
+  """
+  size, is_tpu, drawn = 15, len(slices[0]) > 1, 0
+  for hosts in slices:
+    first = x
+    x += 6
+    for num_devices in hosts:
+      columns = -(-num_devices // 2)
+      width = columns * (size + 3) + 5
+      height = min(num_devices, 2) * (size + 3) + 5
+      picture.box(x, y + 6, width, height, svg.GREY, is_filled=False)
+      for i in range(num_devices):
+        at = (
+          x + 4 + (size + 3) * (i % columns),
+          y + 10 + (size + 3) * (i // columns),
+        )
+        color = svg.RED if drawn < num_train else svg.BLUE
+        picture.box(*at, size, size, color, radius=2)
+        if not num_train:
+          picture.box(*at, size / 2, size, svg.RED, radius=2)
+        drawn += 1
+      x += width + 4
+    if is_tpu:
+      picture.box(
+        first, y, x - first + 2, 53, svg.GREY, is_filled=False, dash="4 3"
+      )
+    x += 10
+
+
+PICTURES: dict[str, Callable[[], svg.Picture]] = {
   "architecture": architecture,
   "staleness_bound": staleness_bound,
   "decoupled_ppo": decoupled_ppo,
+  "memory": memory,
+  "hardware": hardware,
 }
 
 
