@@ -20,6 +20,7 @@ from absl import app
 import hardware_table
 import jax.numpy as jnp
 import numpy as np
+from simulation import throughput
 import svg
 
 from jaxrl_async import types
@@ -516,10 +517,76 @@ def _draw_slices(
     x += 10
 
 
+# Training a batch takes about as long as decoding it. The longest of the 64
+# completions of a batch has about five times as many tokens as the mean.
+_CLUSTER = throughput.Cluster(
+  num_devices=2,
+  rollout_frac=0.5,
+  groups_per_step=8,
+  group_size=8,
+  lengths=throughput.lognormal(800, 800, limit=4_096),
+  slots=32,
+  step_s=0.008,
+  slot_s=0.0001,
+  cached_s=1e-8,
+  adopt_s=0.5,
+  train_device_s=0.0006,
+  call_tokens=64,
+)
+
+
+def lanes() -> svg.Picture:
+  """Return when two slices work under two bounds, in a simulation."""
+  seconds, bounds, num_steps = 240.0, (0, 2), 40
+  picture = svg.Picture(
+    760,
+    300,
+    "Two slices over time, simulated",
+    "With max_staleness 0 the rollout slice empties while it waits for the"
+    " longest completion, and idles while the training slice trains. With"
+    " max_staleness 2 both work at the same time. The real buffer decides on a"
+    " virtual clock; rates and lengths are made up.",
+  )
+  left, scale, height = 84, 660 / seconds, 44
+  for i, bound in enumerate(bounds):
+    run = throughput.lanes(_CLUSTER, bound, num_steps=num_steps)
+    y = 30 + 136 * i
+    words = f"max_staleness = {bound}"
+    picture.text(left, y - 8, words, size=14, anchor="start", is_bold=True)
+    for name, bottom in (("rollout", y + height), ("training", y + 96)):
+      picture.text(left - 10, bottom - 17, name, anchor="end")
+      picture.line([(left, bottom), (left + 660, bottom)], width=1)
+    edge, base = 0.0, float(y + height)
+    outline = [(float(left), base)]
+    for start_s, end_s, share in run.generating:
+      if start_s >= seconds:
+        break
+      start, end = (left + scale * min(x, seconds) for x in (start_s, end_s))
+      if start_s > edge + 1e-6:
+        outline += [(left + scale * edge, base), (start, base)]
+      top = base - height * share
+      outline += [(start, top), (end, top)]
+      edge = min(end_s, seconds)
+    picture.area([*outline, (left + scale * edge, base)], svg.BLUE)
+    for start_s, end_s, _ in run.training:
+      if start_s < seconds:
+        width = scale * (min(end_s, seconds) - start_s) - 1
+        x = left + scale * start_s
+        picture.box(x, y + 96 - height, width, height, svg.RED, radius=1)
+  picture.legend(
+    left,
+    290,
+    [(svg.BLUE, "slots in use", 130), (svg.RED, "trains", 100)],
+  )
+  picture.text(744, 290, f"{seconds:g} s, simulated", anchor="end")
+  return picture
+
+
 PICTURES: dict[str, Callable[[], svg.Picture]] = {
   "architecture": architecture,
   "staleness_bound": staleness_bound,
   "decoupled_ppo": decoupled_ppo,
+  "lanes": lanes,
   "memory": memory,
   "hardware": hardware,
 }

@@ -135,6 +135,10 @@ class Picture:
       stroke_dasharray=dash,
     )
 
+  def area(self, points: Sequence[Point], color: str) -> None:
+    """Draw a filled polygon."""
+    self._add("polygon", points=_points(points), fill=color)
+
   def dot(self, x: float, y: float, radius: float, color: str) -> None:
     """Draw a filled circle."""
     self._add("circle", cx=x, cy=y, r=radius, fill=color)
