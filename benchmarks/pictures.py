@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/: SVG files, the same bytes wherever it runs.
+r"""Draw the pictures of docs/: SVG files, the same bytes wherever it runs.
 
     uv run benchmarks/pictures.py
 
@@ -7,16 +7,27 @@ the code that it is about: the staleness bound by the buffer, the objective by
 the loss, memory by the estimate. Colours and text have contrast on a white page
 and on a dark one, so one file serves both.
 
+One picture shows what a run wrote, which is kept in completion.json:
+
+    uv run launch/train.py --config=configs/quickstart.py \
+      --workdir=/tmp/versions --config.algorithm.groups_per_step=4 \
+      --config.algorithm.num_minibatches=1 --config.train.num_steps=40 \
+      --config.rollout.decode_steps_per_call=2
+    uv run benchmarks/pictures.py --workdir=/tmp/versions
+
 tests/test_pictures.py compares the files with the committed ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import json
 import operator
 import pathlib
 import runpy
+from typing import Any
 
 from absl import app
+from absl import flags
 import hardware_table
 import jax.numpy as jnp
 import numpy as np
@@ -32,10 +43,16 @@ from jaxrl_async.devices import tpu_chips
 from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.planning import memory_estimate
+from jaxrl_async.reporting import samples
 from jaxrl_async.training import packing
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DIRECTORY = ROOT / "docs/pictures"
+COMPLETION = pathlib.Path(__file__).with_name("completion.json")
+
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "A run whose completion takes the place of the one kept."
+)
 
 
 def architecture() -> svg.Picture:
@@ -582,11 +599,80 @@ def lanes() -> svg.Picture:
   return picture
 
 
+def pick_completion(workdir: pathlib.Path) -> dict[str, Any]:
+  """Return the right answer of a run that the most versions wrote, evenly.
+
+  Args:
+    workdir: of a run whose tokens are single characters.
+  """
+  rows = [
+    row
+    for _, part in samples.read(workdir, ["step"], is_newest_first=False)
+    for row in part
+    if row["reward"] == 1.0
+  ]
+  row = max(rows, key=lambda row: _shares(row["versions"]))
+  return {
+    "step": row["step"],
+    "prompt": row["prompt"],
+    "completion": row["completion"],
+    "versions": [[x["version"], x["num_tokens"]] for x in row["versions"]],
+  }
+
+
+def _shares(written: Sequence[Mapping[str, int]]) -> tuple[int, int]:
+  """Return how many versions wrote a completion, and the least they wrote."""
+  return len(written), min(x["num_tokens"] for x in written)
+
+
+def versions() -> svg.Picture:
+  """Return a completion, each token on the colour of its version."""
+  found = json.loads(COMPLETION.read_text())
+  text, runs = found["completion"], found["versions"]
+  picture = svg.Picture(
+    760,
+    118,
+    "The versions that wrote a completion",
+    f"A completion of {sum(count for _, count in runs)} tokens, each a"
+    " character or the end. The weights changed while it was written: versions"
+    f" {', '.join(str(version) for version, _ in runs)} wrote parts of it, and"
+    f" train step {found['step'] - 1} trained it.",
+  )
+  colors = svg.BLUE, svg.RED, svg.GREEN, svg.VIOLET, svg.AMBER
+  cell = min(26.0, 736 / (len(text) + 1))
+  picture.text(12, 22, "prompt", anchor="start")
+  prompt = found["prompt"].strip()
+  picture.text(80, 22, prompt, size=15, anchor="start", is_mono=True)
+  # The token after the last character ends the sequence.
+  shown = [*text.replace("\n", "↵"), "end"]
+  place = 0
+  for i, (version, count) in enumerate(runs):
+    color = colors[i % len(colors)]
+    x = 12 + cell * place
+    for character in shown[place : place + count]:
+      at = 12 + cell * place
+      picture.box(at, 42, cell - 2, 30, color, radius=3)
+      picture.text(
+        at + cell / 2 - 1,
+        62,
+        character,
+        size=9 if character == "end" else 15,
+        color=svg.WHITE,
+        is_mono=True,
+      )
+      place += 1
+    middle = (x + 12 + cell * place - 2) / 2
+    picture.line([(x, 78), (12 + cell * place - 2, 78)], color, width=2)
+    picture.text(middle, 95, f"v{version}", size=12)
+  return picture
+
+
 PICTURES: dict[str, Callable[[], svg.Picture]] = {
   "architecture": architecture,
   "staleness_bound": staleness_bound,
   "decoupled_ppo": decoupled_ppo,
   "lanes": lanes,
+  "versions": versions,
   "memory": memory,
   "hardware": hardware,
 }
@@ -596,6 +682,9 @@ def main(argv: Sequence[str]) -> None:
   """Write every picture."""
   if argv[1:]:
     raise app.UsageError(f"unexpected arguments {' '.join(argv[1:])}")
+  if _WORKDIR.value:
+    found = pick_completion(pathlib.Path(_WORKDIR.value))
+    COMPLETION.write_text(json.dumps(found, indent=2) + "\n")
   DIRECTORY.mkdir(exist_ok=True)
   for name, draw in PICTURES.items():
     (DIRECTORY / f"{name}.svg").write_text(draw().svg())
