@@ -129,3 +129,26 @@ def test_the_script_prints_a_table_and_a_line_of_json():
   found = json.loads(last)
   assert len(table) == 2 + 3 and found["devices"] == 128
   assert [row["staleness"] for row in found["rows"]] == [0, 1, 1]
+
+
+def overlap_s(lanes):
+  """Seconds in which a replica generates while a step trains."""
+  return sum(
+    max(0.0, min(one.end_s, other.end_s) - max(one.start_s, other.start_s))
+    for one in lanes.generating
+    for other in lanes.training
+  )
+
+
+def test_the_slices_of_a_bound_of_zero_take_turns():
+  spread = throughput.Lengths(median=800.0, sigma=1.0, limit=4_000)
+  cluster = dataclasses.replace(CLUSTER, lengths=spread)
+  for bound in (0, 2):
+    found = throughput.lanes(cluster, bound, num_steps=6)
+    assert len(found.training) in (6, 7)
+    assert all(0 < span.share <= 1 for span in found.generating)
+    trained_s = sum(span.end_s - span.start_s for span in found.training)
+    if bound == 0:
+      assert overlap_s(found) == pytest.approx(0.0, abs=1e-6)
+    else:
+      assert overlap_s(found) > 0.3 * trained_s

@@ -15,6 +15,7 @@ import enum
 import functools
 import itertools
 import random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -160,6 +161,27 @@ class Prediction:
   staleness: float
 
 
+class Span(NamedTuple):
+  """Seconds in which a device worked, and the share of it that was used."""
+
+  start_s: float
+  end_s: float
+  share: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lanes:
+  """What a cluster did when.
+
+  Attributes:
+    generating: turns of all replicas, with the share of their slots in use.
+    training: train steps.
+  """
+
+  generating: list[Span]
+  training: list[Span]
+
+
 class _Replica:
   """An engine: the sequences in its slots, and those that wait for one."""
 
@@ -200,10 +222,13 @@ class _Replica:
     self._enter()
     if not len(self._left):
       return spent_s or None
+    used = len(self._left) / cluster.slots
     count = min(cluster.call_tokens, int(self._left.max()))
     cached = float(self._written.sum()) + len(self._left) * count / 2
     step_s = cluster.step_s + cluster.slot_s * len(self._left)
     spent_s += count * (step_s + cluster.cached_s * cached)
+    now_s = run.loop.now
+    run.lanes.generating.append(Span(now_s, now_s + spent_s, used))
     self.num_tokens += int(np.minimum(self._left, count).sum())
     self._left -= count
     self._written += count
@@ -272,6 +297,7 @@ class _Run:
     self._loading = self._loader.waits()
     self.replicas = [_Replica(self) for _ in range(cluster.num_replicas(mode))]
     self.ended: list[tuple[float, int, int, float]] = []  # of each step
+    self.lanes = Lanes(generating=[], training=[])
     self._staleness = 0.0
 
   def run(self) -> list[tuple[float, int, int, float]]:
@@ -348,6 +374,8 @@ class _Run:
     train_s = num_tokens * cluster.train_device_s / devices
     if self.mode is Mode.SYNCHRONOUS:
       train_s += cluster.switch_s
+    now_s = self.loop.now
+    self.lanes.training.append(Span(now_s, now_s + train_s, 1.0))
     return train_s
 
 
@@ -365,6 +393,29 @@ def _group(admission: types.Admission, version: int) -> types.RolloutGroup:
   return types.RolloutGroup(
     admission=admission, prompt=_PROMPT, trajectories=[trajectory]
   )
+
+
+def lanes(
+  cluster: Cluster, max_staleness: int, *, num_steps: int, seed: int = 0
+) -> Lanes:
+  """Return when a cluster of two slices generates and trains.
+
+  Args:
+    cluster: devices and rates.
+    max_staleness: 0 makes the slices take turns.
+    num_steps: train steps to simulate.
+    seed: of the lengths.
+  """
+  run = _Run(
+    cluster,
+    Mode.ASYNCHRONOUS,
+    max_staleness,
+    num_steps=num_steps,
+    seed=seed,
+    interrupts=True,
+  )
+  run.run()
+  return run.lanes
 
 
 def predict(
