@@ -35,19 +35,7 @@ MODULES = "query", "key", "value", "output", "gate", "up", "down"
 MODELS = {
   "0.5B": configs.MODELS["qwen2-0.5b"],
   "1.5B": configs.MODELS["qwen2-1.5b"],
-  # The sizes of Qwen3-8B.
-  "8B": dataclasses.replace(
-    configs.MODELS["qwen2.5-7b"],
-    vocab_size=151_936,
-    model_dim=4_096,
-    num_layers=36,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    mlp_dim=12_288,
-    has_qkv_bias=False,
-    has_qk_norm=True,
-  ),
+  "8B": configs.MODELS["qwen3-8b"],
   "32B": configs.MODELS["qwen2.5-32b"],
 }
 

@@ -1,8 +1,7 @@
-r"""GSM8K, and MATH beside it, with Qwen2.5 on one GPU or one TPU host.
+r"""GSM8K, and MATH beside it, with Qwen models on one GPU or one TPU host.
 
     uv run --extra cuda12 launch/train.py --config=configs/gsm8k.py:0.5b \
-      --workdir=/tmp/gsm8k --config.model.name=Qwen2.5-0.5B-Instruct \
-      --config.task.dataset=jsonl:gsm8k/train.jsonl \
+      --workdir=/tmp/gsm8k --config.task.dataset=jsonl:gsm8k/train.jsonl \
       --config.task.eval_dataset=jsonl:gsm8k/test.jsonl
 
 The variant after the colon is the hardware that the sizes are for. The memory
@@ -14,6 +13,11 @@ GPU, and of each slice on the TPU.
 | 0.5b          | Qwen2.5-0.5B-Instruct | one 24 GB GPU     | 14.4 GiB         |
 | 1.5b          | Qwen2.5-1.5B-Instruct | one 80 GB GPU     | 42.6 GiB         |
 | 1.5b@v5e:2x4  | Qwen2.5-1.5B-Instruct | TPU v5e-8         | 8.6 and 6.6 GiB  |
+| 8b            | Qwen3-8B, LoRA        | one 80 GB GPU     | 52.6 GiB         |
+| 8b@v5e:2x4    | Qwen3-8B, LoRA        | TPU v5e-8         | 6.3 and 5.9 GiB  |
+
+The models come from the Hugging Face hub (`hf:Qwen/...`); `model.name` may be a
+directory instead. Qwen3-8B is asked not to think first, by `/no_think`.
 
 `-math` after it, as in `1.5b-math`, trains on a mixture of GSM8K and MATH.
 `math/train.jsonl` has to have the columns problem and answer. `-tools`, as in
@@ -37,9 +41,19 @@ _ASK = (
   "{question}\nThink step by step, and put the final answer into \\boxed{{}}."
 )
 _MATH, _TOOLS = "-math", "-tools"
-_MODELS = {"0.5b": "Qwen2.5-0.5B-Instruct", "1.5b": "Qwen2.5-1.5B-Instruct"}
+_MODELS = {
+  "0.5b": "hf:Qwen/Qwen2.5-0.5B-Instruct",
+  "1.5b": "hf:Qwen/Qwen2.5-1.5B-Instruct",
+  "8b": "hf:Qwen/Qwen3-8B",
+}
 # Slots and prefilled rows of a replica, and rows of a microbatch in all.
-_SIZES = {"0.5b": (64, 4, 4), "1.5b": (64, 4, 8), "1.5b@v5e:2x4": (16, 2, 8)}
+_SIZES = {
+  "0.5b": (64, 4, 4),
+  "1.5b": (64, 4, 8),
+  "1.5b@v5e:2x4": (16, 2, 8),
+  "8b": (64, 4, 4),
+  "8b@v5e:2x4": (32, 4, 4),
+}
 
 
 def get_config(variant: str = "0.5b") -> sections.Config:
@@ -52,18 +66,23 @@ def get_config(variant: str = "0.5b") -> sections.Config:
     f" {_TOOLS} after it",
   )
   slots, prefill_rows, rows = _SIZES[size]
-  has_tpu = "@" in size
+  model, _, has_tpu = size.partition("@")
+  is_lora = model == "8b"
   mesh = sections.MeshSection()
-  if has_tpu:
+  if has_tpu and is_lora:
+    mesh = sections.MeshSection(train_fsdp=4, rollout_tensor=4)
+  elif has_tpu:
     mesh = sections.MeshSection(train_fsdp=4, rollout_data=4)
     slots *= mesh.rollout_data
     prefill_rows *= mesh.rollout_data
   config = sections.Config(
     model=sections.ModelSection(
-      name=_MODELS[size.partition("@")[0]], compute_dtype="bfloat16"
+      name=_MODELS[model],
+      compute_dtype="bfloat16",
+      lora=sections.LoraSection(rank=16 if is_lora else 0, alpha=32.0),
     ),
     mesh=mesh,
-    task=_task(has_math=variant.endswith(_MATH)),
+    task=_task(has_math=variant.endswith(_MATH), suffix=" /no_think" * is_lora),
     rollout=sections.RolloutSection(
       num_slots=slots,
       max_prompt_tokens=512,
@@ -97,7 +116,7 @@ def get_config(variant: str = "0.5b") -> sections.Config:
       # memory of other chunks.
       vocab_chunk=16_384,
       optimizer=sections.OptimizerSection(
-        learning_rate=1e-6, warmup_steps=10, b2=0.95
+        learning_rate=1e-5 if is_lora else 1e-6, warmup_steps=10, b2=0.95
       ),
     ),
     # Beside training it would need a second version of the weights and a cache.
@@ -122,11 +141,11 @@ def _use_tools(config: sections.Config) -> None:
   rollout.num_pages = num_tokens // rollout.page_tokens
 
 
-def _task(*, has_math: bool) -> sections.TaskSection:
+def _task(*, has_math: bool, suffix: str) -> sections.TaskSection:
   task = sections.TaskSection(
     dataset="jsonl:gsm8k/train.jsonl",
     eval_dataset="jsonl:gsm8k/test.jsonl",
-    template=_ASK,
+    template=_ASK + suffix,
     chat=True,
     answer_prefix="####",
     reward="mathematics",

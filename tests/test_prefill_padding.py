@@ -54,7 +54,7 @@ def test_the_buckets_of_the_tpu_configs_pad_less_than_two_would(name, length):
 @pytest.mark.parametrize(
   ("name", "variants"),
   [
-    ("gsm8k", ["0.5b", "1.5b", "1.5b@v5e:2x4"]),
+    ("gsm8k", ["0.5b", "1.5b", "1.5b@v5e:2x4", "8b", "8b@v5e:2x4"]),
     ("code", [""]),
     ("deepseek_1p5b", [""]),
   ],

@@ -62,6 +62,7 @@ def described(name, variant, model, devices, data, **more):
     ("gsm8k", "0.5b", "gpu:24GB", "qwen2-0.5b"),
     ("gsm8k", "1.5b", "gpu:80GB", "qwen2-1.5b"),
     ("gsm8k", "1.5b-math", "gpu:80GB", "qwen2-1.5b"),
+    ("gsm8k", "8b", "gpu:80GB", "qwen3-8b"),
     ("code", "", "gpu:80GB", "qwen2-1.5b"),
   ],
 )
@@ -84,6 +85,8 @@ def test_both_slices_fit_on_a_gpu_as_promised(name, variant, gpu, model, data):
     ("gsm8k", "0.5b"),
     ("gsm8k", "1.5b"),
     ("gsm8k", "1.5b@v5e:2x4"),
+    ("gsm8k", "8b"),
+    ("gsm8k", "8b@v5e:2x4"),
     ("code", ""),
     ("deepseek_1p5b", ""),
   ],
@@ -101,15 +104,21 @@ def test_few_chunks_of_logits_that_fit_cover_the_vocabulary(name, variant):
 @pytest.mark.nightly
 @needs_libtpu
 @pytest.mark.parametrize(
-  ("name", "variant", "slice_name"),
-  [("gsm8k", "1.5b@v5e:2x4", "v5e:2x4"), ("deepseek_1p5b", "", "v5p:2x4x4")],
+  ("name", "variant", "model", "slice_name"),
+  [
+    ("gsm8k", "1.5b@v5e:2x4", "qwen2-1.5b", "v5e:2x4"),
+    ("gsm8k", "8b@v5e:2x4", "qwen3-8b", "v5e:2x4"),
+    ("deepseek_1p5b", "", "qwen2-1.5b", "v5p:2x4x4"),
+  ],
 )
-def test_each_slice_fits_on_a_tpu_as_promised(name, variant, slice_name, data):
+def test_each_slice_fits_on_a_tpu_as_promised(
+  name, variant, model, slice_name, data
+):
   # In a process of its own, because a process keeps libtpu to itself.
   code = (
     "import pathlib, test_recipes\n"
     f"text, promise = test_recipes.described({name!r}, {variant!r},"
-    f" 'qwen2-1.5b', topology.devices({slice_name!r}),"
+    f" {model!r}, topology.devices({slice_name!r}),"
     f" pathlib.Path({str(data)!r}))\n"
     "print(text, promise, sep='=====')"
   )

@@ -655,6 +655,11 @@ MODELS = {
   "qwen2.5-32b": _qwen2_untied(
     152_064, 5_120, 64, 40, 8, 128, 27_648, norm_eps=1e-5
   ),
+  "qwen3-8b": _own(
+    *(151_936, 4_096, 36, 32, 8, 128, 12_288),
+    has_tied_head=False,
+    rope_theta=1e6,
+  ),
   "qwen3-30b-a3b": _own(
     *(151_936, 2_048, 48, 32, 4, 128, 768),
     experts=Experts(num_experts=128, num_per_token=8),
