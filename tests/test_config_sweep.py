@@ -57,6 +57,7 @@ def check_all():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_value_of_every_field_passes_or_is_refused_in_one_line():
   # Nine thousand configs: without this session's checks of types.
   call = "import test_config_sweep; test_config_sweep.check_all()"

@@ -182,6 +182,7 @@ def test_a_run_keeps_its_teacher(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_learn_from_a_teacher_over_two_starts(tmp_path):
   """Neither the teacher nor the base under the adapters moves."""
   config = make_config(tmp_path / "teacher")

@@ -84,7 +84,9 @@ def test_the_worked_solutions_have_the_form_of_what_is_played(program):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("variant", ["", ":one"])
+@pytest.mark.parametrize(
+  "variant", ["", pytest.param(":one", marks=pytest.mark.nightly)]
+)
 def test_the_program_trains_as_it_is_printed(tmp_path, variant):
   (tmp_path / "my_environment.py").write_text(PROGRAM)
   ran = subprocess.run(
