@@ -43,7 +43,7 @@ from jaxrl_async.devices import tpu_chips
 from jaxrl_async.models import configs
 from jaxrl_async.models import lora as lora_lib
 from jaxrl_async.planning import memory_estimate
-from jaxrl_async.reporting import samples
+from jaxrl_async.reporting import samples as samples_lib
 from jaxrl_async.training import packing
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -607,7 +607,7 @@ def pick_completion(workdir: pathlib.Path) -> dict[str, Any]:
   """
   rows = [
     row
-    for _, part in samples.read(workdir, ["step"], is_newest_first=False)
+    for _, part in samples_lib.read(workdir, ["step"], is_newest_first=False)
     for row in part
     if row["reward"] == 1.0
   ]
