@@ -3,6 +3,7 @@
 import json
 
 import chat_templates
+from hypothesis import example
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -188,17 +189,21 @@ def test_no_text_raises_and_none_is_lost(name, text):
     '{"name":[',
     "[",
     "<think>",
+    '{"name":"f","arguments":{"a":',
   ],
 )
 def test_a_long_text_takes_no_time(piece):
   for form in formats.FORMATS.values():
     form.parse(piece * (20_000 // len(piece)))
+    form.parse(piece * (20_000 // len(piece)) + "</think>")
 
 
 @settings(deadline=None)
 @given(
   st.dictionaries(st.text(), st.text() | st.integers() | st.lists(st.text()))
 )
+@example({"": "</think>"})
+@example({"a": ["</tool_call><think>", "</think><tool_call>"]})
 def test_any_call_is_read_as_it_was_written(arguments):
   for name, form in formats.FORMATS.items():
     body = {"name": name, form.arguments: arguments}

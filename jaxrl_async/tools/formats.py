@@ -29,6 +29,10 @@ _OBJECT = re.compile(
   r"(?P<think><think>)|(?P<mark><\|python_tag\|>)|"
   r'\{\s*"(?:name|parameters|arguments|function|type)"\s*:'
 )
+_BEFORE_HERMES, _BEFORE_LLAMA = (
+  re.compile(_OPEN + r"\s*"),
+  re.compile(r"(?=\{)"),
+)
 _BETWEEN = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
 _ARGUMENTS = ("arguments", "parameters")
 # What else an object may have that is a call without arguments.
@@ -147,11 +151,22 @@ def _after(skipped: re.Pattern[str], text: str, position: int) -> int:
   return found.end() if found else position
 
 
-def _start_of_answer(text: str) -> int:
-  """Return where the text goes on after thoughts that it did not open."""
+def _start_of_answer(text: str, before_call: re.Pattern[str]) -> int:
+  """Return where the text goes on after thoughts that it did not open.
+
+  Args:
+    text: what the model wrote.
+    before_call: what the object of a call may follow.
+  """
   closed = text.find(_THOUGHT)
   if closed < 0 or 0 <= text.find(_THINK) < closed:
     return 0
+  position = 0
+  while found := before_call.search(text, position, closed):
+    call, end = _call_at(text, found.end())
+    if isinstance(call, Call) and end > closed:
+      return 0  # the mark is a part of an argument, and ends no thoughts
+    position = max(end, found.end(), found.start() + 1)
   return closed + len(_THOUGHT)
 
 
@@ -160,7 +175,7 @@ def hermes(text: str) -> Parsed:
 
   The last call need not be closed.
   """
-  position, first = _start_of_answer(text), len(text)
+  position, first = _start_of_answer(text, _BEFORE_HERMES), len(text)
   found: list[Call | Malformed] = []
   tags = list(_TAGS.finditer(text, position))
   thinks = False
@@ -198,7 +213,7 @@ def llama(text: str) -> Parsed:
   An object at the beginning, or after <|python_tag|>, is meant as a call;
   elsewhere one that begins with a name or parameters is.
   """
-  start = _start_of_answer(text)
+  start = _start_of_answer(text, _BEFORE_LLAMA)
   position = _after(_SPACE, text, start)
   first, is_meant = len(text), text.startswith("{", position)
   found: list[Call | Malformed] = []
