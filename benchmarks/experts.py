@@ -20,6 +20,7 @@ from absl import flags
 import jax
 from jax import numpy as jnp
 import numpy as np
+import workloads
 
 from jaxrl_async.config import sections
 from jaxrl_async.models import configs
@@ -31,16 +32,7 @@ _ROWS = flags.DEFINE_integer("rows", 4, "Rows of a microbatch.")
 _TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens of a row.")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Steps that are timed of each.")
 
-DENSE = configs.ModelConfig(
-  vocab_size=1024,
-  model_dim=320,
-  num_layers=8,
-  num_heads=10,
-  num_kv_heads=5,
-  head_dim=32,
-  mlp_dim=896,
-  has_qk_norm=True,
-)
+DENSE = workloads.DENSE_10M
 EXPERTS = dataclasses.replace(
   DENSE,
   mlp_dim=448,

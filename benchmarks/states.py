@@ -15,6 +15,7 @@ from absl import app
 from absl import flags
 import jax
 from jax import numpy as jnp
+import workloads
 
 from jaxrl_async.devices import mesh as mesh_lib
 from jaxrl_async.engine import decode_state as decode_state_lib
@@ -26,16 +27,7 @@ _SLOTS = flags.DEFINE_integer("slots", 8, "Sequences that are decoded.")
 _TOKENS = flags.DEFINE_integer("tokens", 1024, "Cached tokens of each.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Calls that are timed of each.")
 
-ATTENTION = configs.ModelConfig(
-  vocab_size=1024,
-  model_dim=320,
-  num_layers=8,
-  num_heads=10,
-  num_kv_heads=5,
-  head_dim=32,
-  mlp_dim=896,
-  has_qk_norm=True,
-)
+ATTENTION = workloads.DENSE_10M
 STATES = dataclasses.replace(
   ATTENTION,
   has_gated_attention=True,

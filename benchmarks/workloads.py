@@ -164,3 +164,15 @@ GPU_CASES = {
   for num_slots in (32, 128, 256)
   for cache_tokens in (1_024, 8_192)
 }
+
+# About 10M parameters, to compare other mixers and feed-forwards with.
+DENSE_10M = configs.ModelConfig(
+  vocab_size=1024,
+  model_dim=320,
+  num_layers=8,
+  num_heads=10,
+  num_kv_heads=5,
+  head_dim=32,
+  mlp_dim=896,
+  has_qk_norm=True,
+)

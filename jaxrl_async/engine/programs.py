@@ -324,6 +324,17 @@ class Programs:
       allowed = sampling.unpacked(guided, self.model.vocab_size)
     return allowed.at[rows, ends].set(False, mode="drop")
 
+  def _filters(
+    self, state: DecodeState, guided: Int[Array, "B W"] | None
+  ) -> sampling.Filters:
+    """Return what the tokens of this step are drawn from."""
+    return sampling.Filters(
+      top_k=state.settings.top_k,
+      top_p=state.settings.top_p,
+      min_p=state.settings.min_p,
+      is_allowed=self._is_allowed(state, guided),
+    )
+
   def _decode_one(
     self,
     params: EngineParams,
@@ -389,14 +400,7 @@ class Programs:
       placement=self._placement(is_prefill=False),
     )
     logits = model.logits(hidden)
-    filters = None
-    if is_filtered:
-      filters = sampling.Filters(
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-        is_allowed=self._is_allowed(state, guided),
-      )
+    filters = self._filters(state, guided) if is_filtered else None
     quantiles, fractions = numbers
     tokens, logprobs = sampling.sample(
       logits, quantiles, settings.temperature, filters, fractions
